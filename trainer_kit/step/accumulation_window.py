@@ -1,4 +1,13 @@
-"""Makes the windows of an epoch: k micro-batches of the feed and their weights, equally many on every rank."""
+"""Makes the windows of an epoch: k micro-batches of the feed and their weights, equally many on every rank.
+
+What every rank knows without asking: the length of a window in micro-batches, and the numbers of steps and batches
+before it. Of map-style data also the samples of each global batch, so that the weights of all ranks follow from the
+position alone (``Feed.even``). Where the weights depend on what is in a batch, or a stream may end at any batch, the
+ranks make one small exchange on the CPU when the window is loaded: micro-batches, weights, samples.
+
+A window is loaded whole before its first forward. Its total weight must be known by then, because each loss is
+multiplied by its share of it: gradients are never divided afterwards.
+"""
 
 from __future__ import annotations
 
@@ -81,14 +90,14 @@ class WindowLoader:
         self._left_out: set[int] = set()
         self.window = self._closed_window()
         self._measure: Callable[[float, float], None] | None = None
-        self._budget: int | None = None  # micro-batches left in the run
-        self._by_samples = (
-            False  # whether the weights of all ranks are known beforehand
-        )
-        self._last_even = (
-            -1
-        )  # windows up to this index have a micro-batch on every rank
-        self._source: _Items | None = None  # more batches, while a window is measured
+        # Micro-batches left in the run: a batch that is read beyond them and not used would be lost on a resume.
+        self._budget: int | None = None
+        # Whether the weights of all ranks are known beforehand.
+        self._by_samples = False
+        # Micro-batches before this one exist on every rank; only later ones may need a padding batch.
+        self._last_even = -1
+        # More batches, while the length of a window is not known before its first one is read.
+        self._source: _Items | None = None
         self._batches: _Items = iter(())
         # A weight matters only in relation to other batches.
         self._asks_for_sizes = weighting and loss_weight is None
@@ -151,6 +160,7 @@ class WindowLoader:
             windows = self._weighed_windows(self._weighed(batches), start)
         else:
             windows = self._sized_windows(batches, start)
+        # Generators are wrapped around the windows only where they have work: each one is a call in every step.
         if self._left_out:
             windows = self._without_left_out(windows)
         if self.feed.stateful:
@@ -162,6 +172,7 @@ class WindowLoader:
 
         Every rank must call it. It draws nothing from the global generators.
         """
+        # Reading may draw (a loader without workers): a run that asks must go on like one that does not.
         with preserved_rng():
             has_more = next(self._batches, _NO_BATCH) is not _NO_BATCH
         if self.group.size == 1:
@@ -191,6 +202,7 @@ class WindowLoader:
         """Copy batches while the device computes; read no batch beyond the end of the run."""
         if self._budget is not None:
             yield from ahead(islice(items, self._budget))
+        # Reached only where a callback has raised the limit since the epoch began.
         yield from ahead(items)
 
     # -- one rank ----------------------------------------------------------------------------------------------
@@ -250,7 +262,8 @@ class WindowLoader:
     def _windows_of_ranks(self, batches: _Items, start: int) -> Iterator[Window]:
         """Several ranks: windows have the same length on all of them."""
         self._by_samples = self.feed.even and self.loss_weight is None
-        # The last batch of an epoch may be missing on some ranks; of an unknown length, any may be.
+        # The last batch of an epoch may be missing on some ranks; of an unknown length, any may be. So an exchange for
+        # padding is made at the last window only, or at each one, on every rank alike.
         self._last_even = -1
         if self.feed.length is not None:
             self._last_even = self.feed.length - 1
@@ -283,6 +296,9 @@ class WindowLoader:
             factor = size * self.divisor / (samples * self.parts)
         uneven = start >= self._last_even
         before = self.window
+        earlier = before.earlier
+        if uneven:
+            earlier = self._earlier_batch([batch])
         return Window(
             runner=self.runner,
             batches=[batch],
@@ -295,12 +311,14 @@ class WindowLoader:
             uneven=uneven,
             batch=before.batch,
             index=before.index,
-            earlier=self._earlier_batch([batch]) if uneven else before.earlier,
+            earlier=earlier,
         )
 
     def _load_together(self, items: list[Any], start: int) -> Window | None:
         """This rank's micro-batches; None once no rank has any left. Windows are equally long on every rank."""
         sizes, weights, batches = self._columns(items)
+        # The first window of a run whose length follows from its first micro-batch over all ranks: the length that was
+        # read with was 1, and is another one now.
         if self._measure is not None and self._source is not None:
             source, self._source = self._source, None
             self._measure_window(sizes, weights)
@@ -313,15 +331,15 @@ class WindowLoader:
         if samples is not None:
             if not batches:
                 return None
-            total = float(
-                sum(samples) * self.parts
-            )  # no sync point: numbers of samples
+            # Ranks that share a batch each weigh their part by all of its samples.
+            total = float(sum(samples) * self.parts)  # no sync point: numbers
             uneven = start + len(batches) > self._last_even
             return self._window(batches, samples, weights, total, start, uneven)
         present = sum(batch is not None for batch in batches)
-        # One small exchange on the CPU.
+        # The one exchange of a step, a few numbers on the CPU: on the device it would be a sync point.
         rows = self.group.agree([len(batches), sum(weights), sum(sizes), present])
         longest = int(max(row[0] for row in rows))
+        # The epoch ends for all ranks at once, when the longest one is through: no sample is left out.
         if longest == 0:
             return None
         missing = longest - len(batches)
@@ -359,10 +377,11 @@ class WindowLoader:
         batches = [None if batch is EMPTY else batch for batch, _ in items]
         if self.loss_weight is None:
             return sizes, list(sizes), batches
-        pairs = zip(batches, sizes, strict=True)
-        weights = [
-            0.0 if batch is None else self._weigh(batch, size) for batch, size in pairs
-        ]
+        # The user's function gets no batch that does not exist.
+        weights = [0.0] * len(batches)
+        for index, batch in enumerate(batches):
+            if batch is not None:
+                weights[index] = self._weigh(batch, sizes[index])
         return sizes, weights, batches
 
     def _earlier_batch(self, batches: list[_Batch]) -> _Batch:
@@ -403,6 +422,13 @@ class WindowLoader:
     ) -> Window:
         """The window of these micro-batches; ``total`` is the weight of all ranks."""
         before = self.window
+        tokens = 0
+        if self.loss_weight is not None:
+            tokens = round(total)
+        # A padding batch is looked for together, by all ranks, where any of them may need it.
+        earlier = before.earlier
+        if uneven:
+            earlier = self._earlier_batch(batches)
         return Window(
             runner=self.runner,
             batches=batches,
@@ -412,12 +438,12 @@ class WindowLoader:
             count=len(batches),
             first=start,
             started=self.runner.progress.step,
-            tokens=0 if self.loss_weight is None else round(total),
+            tokens=tokens,
             uneven=uneven,
             # A window without a batch of this rank still has the last one that ran.
             batch=before.batch,
             index=before.index,
-            earlier=self._earlier_batch(batches) if uneven else before.earlier,
+            earlier=earlier,
         )
 
     def _factors(self, weights: Sequence[float], total: float) -> list[float] | None:
@@ -442,6 +468,7 @@ class WindowLoader:
         """Set the length of the window from its first micro-batch; every rank calls it."""
         measure, self._measure = self._measure, None
         assert measure is not None
+        # Over all ranks, so that all of them compute the same length: windows have as many micro-batches everywhere.
         sums = [sum(sizes), sum(weights)]
         if self.group.size > 1:
             rows = self.group.agree(sums)

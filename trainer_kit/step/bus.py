@@ -143,9 +143,9 @@ class Bus:
         for name in Bus.names():
             methods = self._callback_methods(name, trainer, module, callbacks)
             methods += self._module_methods(name, module, datamodule)
-            setattr(
-                self, name, _entered(name, scope, _wrapped(name, methods, callbacks))
-            )
+            methods = _wrapped(name, methods, callbacks)
+            setattr(self, name, _entered(name, scope, methods))
+        # Late callbacks read the reduced values of the epoch, to which the other listeners may have added.
         late: list[_Listener] = [
             partial(callback.on_train_epoch_end, trainer, module)
             for callback in callbacks
@@ -166,8 +166,9 @@ class Bus:
         for callback in callbacks:
             if not is_overridden(name, callback, Callback):
                 continue
+            # It has a tuple of its own.
             if callback.order == "late" and name == "on_train_epoch_end":
-                continue  # it has a tuple of its own
+                continue
             method = getattr(callback, name)
             bound = partial(method, trainer, module)
             methods.append(
@@ -217,7 +218,10 @@ class Bus:
         """Make a bus without listeners, except for the hooks named in ``audible``."""
         bus = Bus.__new__(Bus)
         for name in Bus.__annotations__:
-            setattr(bus, name, getattr(self, name) if name in audible else ())
+            listeners: Listeners = ()
+            if name in audible:
+                listeners = getattr(self, name)
+            setattr(bus, name, listeners)
         return bus
 
     @staticmethod
@@ -249,8 +253,9 @@ class _Enter:
 
 
 def _entered(name: str, scope: _Scope, methods: Sequence[_Listener]) -> Listeners:
+    # No entry either, so that a hook without listeners costs nothing.
     if not methods:
-        return ()  # no entry, so that a hook without listeners costs nothing
+        return ()
     return (_Enter(name, scope), *methods)
 
 
@@ -293,9 +298,8 @@ class _WithoutLoader:
     __slots__ = ("func",)
 
     def __init__(self, func: _Listener) -> None:
-        self.func = (
-            func  # named as in `functools.partial`, which `_owner` looks through
-        )
+        # Named as in `functools.partial`, which `_owner` looks through.
+        self.func = func
 
     def __call__(self, *arguments: object) -> object:
         return self.func(*arguments[:-1])

@@ -116,25 +116,25 @@ class Closures(Generic[_Loss]):
         self._world = world
         self._loss = loss
         self._again = again
-        self._writes_checked = (
-            False  # whether this optimizer was seen to change a version counter
-        )
-        self._unversioned = (
-            False  # whether it changes values without their version counters
-        )
+        # Whether it is known how this optimizer writes, and whether it does so without changing version counters.
+        self._writes_checked = False
+        self._unversioned = False
 
     def make(self) -> Callable[[], _Loss]:
         """Make the closure of this step; gradients are complete."""
         # By identity and version counter: comparing values would be a sync point in every step.
         gradients = list(map(_GRADIENT, self._parameters))
         versions = self._versions(gradients)
-        norms = None if self._writes_checked else self._norms(gradients)
+        norms = None
+        if not self._writes_checked:
+            norms = self._norms(gradients)
         called = False
 
         def closure() -> _Loss:
             nonlocal called
             is_first_call = not called
             called = True
+            # Only the first call can find the weights of the window: an optimizer moves them between two calls.
             if is_first_call and self._is_unchanged(gradients, versions, norms):
                 return self._loss()
             return self._again()
@@ -162,9 +162,9 @@ class Closures(Generic[_Loss]):
             return True
         # Writes through `.data` do not change the version counter: check once whether this optimizer does that.
         self._writes_checked = True
-        differ = not all(
-            map(torch.equal, norms, self._norms(gradients))
-        )  # sync point: once a fit
+        # A sync point, once a fit.
+        pairs = zip(norms, self._norms(gradients), strict=True)
+        differ = not all(torch.equal(before, now) for before, now in pairs)
         self._unversioned = any(row[0] for row in self._world.agree([differ]))
         # All ranks run a window again, or none: it runs collectives.
         return not self._unversioned

@@ -40,16 +40,15 @@ class ExitAgreement:
         Raises:
             RankError: only some of the ranks with a batch leave.
         """
+        # Counted, because a rank that ran out of memory inside a window owes the others the rounds that are left.
         self.rounds += 1
         rows = self._world.agree([leaves, has_batch])
-        leaving = [
-            rank for rank, (leaves_too, has) in enumerate(rows) if leaves_too and has
-        ]
-        staying = [
-            rank
-            for rank, (leaves_too, has) in enumerate(rows)
-            if has and not leaves_too
-        ]
+        leaving: list[int] = []
+        staying: list[int] = []
+        for rank, (rank_leaves, rank_has_batch) in enumerate(rows):
+            if rank_has_batch:
+                ranks = leaving if rank_leaves else staying
+                ranks.append(rank)
         # A rank that stays would wait for the others in its next collective.
         if leaving and staying:
             raise RankError(
@@ -79,4 +78,6 @@ def exit_agreement(bus: Bus, world: Group) -> ExitAgreement | None:
         return None
     # Any rank's hook is enough: the others must answer its votes.
     listens = world.agree([bool(bus.on_train_batch_start)])
-    return ExitAgreement(world) if any(row[0] for row in listens) else None
+    if not any(row[0] for row in listens):
+        return None
+    return ExitAgreement(world)

@@ -140,7 +140,8 @@ class Evaluation:
         step, extra = self._bound_step(loader)
         starts, ends = self.listeners("batch_start"), self.listeners("batch_end")
         metrics, move = self.metrics, self.move
-        lockstep = self.strategy.lockstep  # ranks run collectives in the step
+        # Ranks run collectives in the step, so a rank without a batch takes part with a padding batch.
+        lockstep = self.strategy.lockstep
         context, step_name = self.precision.forward_context(), self.step_name
         feed, predicts = self.feeds[loader], self.stage == "predict"
         weigh = None
@@ -158,7 +159,8 @@ class Evaluation:
             self.batches += 1
             if lockstep and index == 0:
                 earlier = self._shared_first_batch(batch, loader)
-            if batch is EMPTY:  # the other ranks have more samples
+            # The other ranks have more samples. `_in_dataset_order` needs an output in each place, on every rank.
+            if batch is EMPTY:
                 if outputs is not None:
                     outputs.append(EMPTY)
                 if lockstep:
@@ -183,6 +185,7 @@ class Evaluation:
             else:
                 with context:
                     output = step(batch, index, *extra)
+            # The padding batch of this rank, should the others have more.
             if lockstep:
                 earlier = batch
             for hook in ends:
@@ -197,6 +200,7 @@ class Evaluation:
     def _bound_step(self, loader: int) -> tuple[_Step, tuple[int, ...]]:
         """The step under the strategy, and its arguments after batch and index."""
         step: _Step = getattr(self.module, self.step_name)
+        # As in Lightning, `dataloader_idx` is passed only where there are several loaders.
         extra = (loader,) if len(self.feeds) > 1 else ()
         if not takes(step, 2 + len(extra)):
             step = _first_arguments(step, extra)
@@ -250,12 +254,14 @@ def evaluate(evaluation: Evaluation, epoch: int = 0) -> Reduced:
                 metrics.note_absent_loader()
         metrics.enter_loader(None)
         metrics.leave_batch()
-        reduced = metrics.flush_epoch(ran)  # hooks see the reduced values,
+        # Hooks of the epoch's end see the reduced values; what they log is added to them. With several ranks the second
+        # flush is made in any case: it is an exchange, and which hooks are overridden may differ from rank to rank.
+        reduced = metrics.flush_epoch(ran)
         evaluation.call_hooks("epoch_end")
-        # Which hooks are overridden may differ from rank to rank.
         if evaluation.listeners("epoch_end") or evaluation.strategy.reports.size > 1:
-            reduced.add(metrics.flush_epoch(ran))  # and what they log belongs to them
+            reduced.add(metrics.flush_epoch(ran))
         evaluation.call_hooks("end")
+        # Only now: `compute` in one of these hooks must not read an empty object.
         metrics.reset_objects()
     return reduced
 
@@ -323,6 +329,7 @@ class _Evaluating:
         self._module = evaluation.module
         self._metrics = evaluation.metrics
         self._stage = evaluation.stage
+        # A fit validates under `no_grad`: tensors of inference mode cannot be used in training afterwards.
         self._without_gradients = (
             torch.inference_mode() if evaluation.inference_mode else torch.no_grad()
         )

@@ -71,9 +71,9 @@ def _are_finite(losses: list[Any]) -> list[bool]:
     try:
         # A third of the time of reshaping each.
         values = torch.stack(losses).reshape(-1)
-    except RuntimeError:  # of shape () and (1,)
+    except RuntimeError:
+        # Of shape () and (1,) in one run.
         values = torch.cat([loss.reshape(1) for loss in losses])
-    finite: list[bool] = (
-        values.isfinite().tolist()
-    )  # sync point: where values are read anyway
+    flags = values.isfinite()
+    finite: list[bool] = flags.tolist()  # sync point: where values are read anyway
     return finite

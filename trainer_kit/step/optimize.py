@@ -1,4 +1,18 @@
-"""Optimizer steps, automatic and manual: what happens after the last backward of an accumulation window."""
+"""Optimizer steps, automatic and manual: what happens after the last backward of an accumulation window.
+
+For each optimizer in turn: unscale its gradients, call ``on_before_optimizer_step``, clip, step. Hooks therefore see
+complete, averaged and unscaled gradients, and what they change is clipped. The scale of the precision changes after the
+last optimizer. Schedulers come later still:
+
+- ``due``: those that count steps. The loop advances them after it has counted the step, so hooks of the batch's end see
+  the new learning rate.
+- ``waiting``: those that count steps and monitor a value. The step's validation, or that of the epoch, comes first.
+- Those that count epochs advance in ``end_epoch``.
+
+Gradients stay until the first backward of the next window. Whether there is a step is the same on every rank: a step
+may run collectives. A window that exists on all ranks needs no exchange for this, because ``training_step`` returns
+None on all of them or on none.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +111,8 @@ class Stepper:
         self.clip = clip
         self.metrics = metrics
         self._skips = precision.skips
-        self._window: Window | None = None  # whose gradients are complete
+        # The window whose gradients are complete.
+        self._window: Window | None = None
         self.trained: bool | None = None
         self._overrides_zero_grad = is_overridden(
             "optimizer_zero_grad", module, TrainModule
@@ -109,6 +124,7 @@ class Stepper:
         self._overrides_schedule = is_overridden(
             "lr_scheduler_step", module, TrainModule
         )
+        # Two lists and not one: what monitors a value must not read that of an earlier validation.
         self.due: list[LRSchedulerConfig] = []
         self.waiting: list[LRSchedulerConfig] = []
         self.wake = wake
@@ -128,6 +144,7 @@ class Stepper:
             groups, _ = self.strategy.optimizer_state(optimizer)
             self._parameters[id(optimizer)] = list(chain.from_iterable(groups))
         self._trained_parameters[:] = chain.from_iterable(self._parameters.values())
+        # Bound once: in a step, what an optimizer needs is a call or nothing.
         self._runs = [
             (optimizer, self._clip(optimizer), self._bind(optimizer, name))
             for optimizer, name in zip(optimizers, names or repeat(None), strict=False)
@@ -140,12 +157,13 @@ class Stepper:
 
     def gradient_rules(self) -> GradientRules:
         """What these optimizers want done with the gradients of a window."""
-        drops_nothing_else = not (
-            self._overrides_zero_grad or self.bus.on_before_zero_grad
-        )
+        # Without a hook or an override the window drops them itself. The list is shared: `read_groups` refills it.
+        droppable = self._trained_parameters
+        if self._overrides_zero_grad or self.bus.on_before_zero_grad:
+            droppable = []
         return GradientRules(
             by_loss=self.by_loss,
-            droppable=self._trained_parameters if drops_nothing_else else [],
+            droppable=droppable,
             drop=self.zero,
             repeats=self.evaluates,
             draws=self.draws,
@@ -184,6 +202,7 @@ class Stepper:
 
     def _reason_against(self, optimizers: list[Optimizer]) -> str | None:
         """Why these optimizers cannot take the place of the present ones."""
+        # Names, and whether a window may run again, are fixed in the `GradientRules` of this run's windows.
         if self.by_loss is not None:
             return "the optimizers have names"
         if len(optimizers) != len(self.configured.optimizers):
@@ -253,7 +272,9 @@ class Stepper:
 
         def read_loss() -> Tensor | None:
             loss = self.window.window_loss(name)
-            return self._loss_over_ranks(loss) if over_ranks else loss
+            if not over_ranks:
+                return loss
+            return self._loss_over_ranks(loss)
 
         def run_again() -> Tensor | None:
             error = refusal(optimizer, self.strategy, self.precision)
@@ -271,8 +292,10 @@ class Stepper:
         group = self.strategy.losses
         if group.size == 1:
             return loss
+        # A rank without a loss takes part in the sum.
         if loss is None:
             loss = torch.zeros((), device=self.strategy.device)
+        # Each loss has been multiplied by the divisor for the engine's mean of gradients; this is a sum.
         wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
         return group.all_reduce(wide) / self.strategy.gradient_divisor
 
@@ -283,12 +306,14 @@ class Stepper:
             each for each in self._trained_parameters if id(each) not in stepped
         ]
         gradients = [parameter.grad for parameter in remaining]
+        # The backward adds to every gradient that is there; those of other optimizers are put back below.
         drop_gradients(remaining)
         clip = next(clip for stepping, clip, _ in self._runs if stepping is optimizer)
         # Metric objects count a batch once, however often it runs.
         undo_metrics = remember_metrics([self.module])
         with self.window.again() as repeated:
             self.strategy.forward_backward(repeated)
+            # Hooks and clipping as before the step itself: both may change gradients.
             for hook in self.bus.on_before_optimizer_step:
                 hook(optimizer)
             if clip is not None:
@@ -328,8 +353,10 @@ class Stepper:
         if window.uneven:
             # Every rank must step, or none: a step may run collectives.
             window.agree_on_contribution(self.strategy.data)
-        if not window.contributed:  # every micro-batch was skipped: nothing to apply
+        # Every micro-batch was skipped: nothing to apply, and the schedulers do not advance.
+        if not window.contributed:
             return
+        # Looked for until one is found, before the step: an optimizer may drop gradients itself.
         if not self.trained:
             self.trained = self.strategy.keeps_gradients or any(
                 parameter.grad is not None for parameter in self._trained_parameters
@@ -343,15 +370,18 @@ class Stepper:
                 hook(optimizer)
             if clip is not None:
                 clip()
+            # Most precisions never skip: the step is called directly, a Python call less.
             if not self._skips:
                 run()
             elif not self.precision.optimizer_step(optimizer, run):
                 skipped.append(optimizer)
+        # Once for all optimizers: they share a scale, which must not change between two of them.
         if scales:
             self.precision.end_step()
         # The loop counts this step when all optimizers have stepped.
         steps = window.started + 1
-        for config in self.configured.schedulers:  # callbacks may have replaced them
+        # Read from `configured` in each step: callbacks may have replaced the schedulers.
+        for config in self.configured.schedulers:
             if config.interval != "step" or steps % config.frequency:
                 continue
             # The optimizer's step overflowed and was skipped.
@@ -360,6 +390,7 @@ class Stepper:
             if config.monitor is None:
                 self.due.append(config)
             else:
+                # Nothing else may be due at this step, and the loop settles only where something is.
                 self.waiting.append(config)
                 self.wake()
 
@@ -406,8 +437,9 @@ class Stepper:
         value = values.get(name)
         if self.strategy.world.size > 1:
             # Between flushes values are local to a rank, and tensor-parallel ranks may differ in the last bit.
-            number = None if value is None else float(value)  # sync point: decides
-            value = self.strategy.world.broadcast(number)
+            if value is not None:
+                value = float(value)  # sync point: decides
+            value = self.strategy.world.broadcast(value)
         if value is None and config.strict:
             raise ConfigurationError(
                 f"{type(config.scheduler).__name__} monitors {name!r}, which was not logged",
@@ -514,6 +546,7 @@ class ManualStepper:
         windows: whose open window a backward belongs to.
     """
 
+    # The loop asks these of either stepper. The user's code steps optimizers and schedulers, so all of them are empty.
     evaluates = False
     draws = False
     by_loss = None
@@ -544,6 +577,7 @@ class ManualStepper:
     @property
     def trained(self) -> bool | None:
         """Whether a step has had a gradient; None before the first step."""
+        # One optimizer is enough: the module may step the others later, or never.
         trained = [optimizer.trained for optimizer in self.optimizers]
         return max((each for each in trained if each is not None), default=None)
 
@@ -583,10 +617,12 @@ class ManualStepper:
         """Weight and scale the loss, and run the module's backward, which averages gradients over the ranks."""
         window = self._windows.window
         window.note(loss)
+        # A window of manual optimization is one batch, so one factor is all it has.
         if window.factors is not None:
             loss = loss * window.factors[0]
         if self.precision.scales:
             loss = self.precision.scale_loss(loss)
+        # DDP prepares its reducer in the forward of a step with one loss; here each backward prepares it.
         self.strategy.arm(loss)
         for hook in self.bus.on_before_backward:
             hook(loss)

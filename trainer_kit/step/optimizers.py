@@ -86,7 +86,7 @@ def configure_optimizers(
         module: the user's.
         strategy: whose configuration may name what the module does not.
     """
-    # The sections "optimizer" and "scheduler" of an engine's configuration.
+    # The sections "optimizer" and "scheduler" of an engine's configuration: DeepSpeed's file may name both.
     sections = strategy.sections if strategy is not None else None
     has_section = sections is not None and sections.optimizer is not None
     is_configured = is_overridden("configure_optimizers", module, TrainModule)
@@ -127,7 +127,8 @@ def _call_configure(module: TrainModule) -> _Returned:
     try:
         return module.configure_optimizers()
     except ValueError as error:
-        if "empty parameter list" not in str(error):  # torch's words
+        # By torch's words: any other ValueError is the user's.
+        if "empty parameter list" not in str(error):
             raise
         raise _no_parameters("an optimizer", module) from error
 
@@ -193,7 +194,8 @@ def _read(returned: _Returned, module: TrainModule) -> Optimizers:
             )
         if not parameters_of(optimizer):
             raise _no_parameters(type(optimizer).__name__, module)
-    if module.automatic_optimization:  # else the module steps its schedulers itself
+    # In manual optimization the module steps optimizers and schedulers itself, with whatever metric it has.
+    if module.automatic_optimization:
         _check_schedulers(configured)
         _check_names(configured)
     return configured
@@ -368,9 +370,9 @@ class OptimizerProxy(Optimizer):
     @staticmethod
     def unwrapped(optimizer: Any) -> Any:
         """The user's optimizer below a proxy; anything else is returned as it is."""
-        return (
-            optimizer.optimizer if isinstance(optimizer, OptimizerProxy) else optimizer
-        )
+        if isinstance(optimizer, OptimizerProxy):
+            return optimizer.optimizer
+        return optimizer
 
     @property
     def param_groups(self) -> list[_Group]:
@@ -397,7 +399,8 @@ class OptimizerProxy(Optimizer):
         self.optimizer.defaults = defaults
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # while it is being copied or unpickled
+        # While it is being copied or unpickled there is no `optimizer` yet: looking it up would not end.
+        if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
@@ -406,9 +409,8 @@ class OptimizerProxy(Optimizer):
         return {name: value for name, value in vars(self).items() if name != "step"}
 
     def __setstate__(self, state: _Group) -> None:
-        vars(self).update(
-            state
-        )  # torch's own would profile `step` of this class from then on
+        # torch's own `__setstate__` would profile `step` of this class from then on.
+        vars(self).update(state)
 
     def add_param_group(self, param_group: _Group) -> None:
         """Add a group to the wrapped optimizer."""

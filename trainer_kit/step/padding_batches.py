@@ -64,6 +64,7 @@ class PaddingBatches:
         Args:
             batches: those that this rank has had or is about to run, None for each that it lacks.
         """
+        # Set on all ranks at the same call, so that they stop exchanging together.
         if self._every_rank_has_one:
             return None
         batch = next((batch for batch in batches if batch is not None), None)
@@ -87,6 +88,7 @@ class PaddingBatches:
                 fix="pass a loader that has at least one batch",
             )
         effects = without_side_effects(self._module, self._strategy.device)
+        # Only around the forward: backward changes gradients alone, and those are multiplied by zero.
         with window.as_padding(), effects:
             output = window.dry_run(window.earlier, window.first)
         if window.runner.manual or output is None:
@@ -112,6 +114,7 @@ def shared_batch(batch: _Batch, group: Group) -> _Batch:
         group: every rank of it calls this.
     """
     has_batch = [bool(row[0]) for row in group.agree([batch is not None])]
+    # Nothing is sent where no rank needs it: a batch may be large.
     if all(has_batch) or not any(has_batch):
         return batch
     source = has_batch.index(True)

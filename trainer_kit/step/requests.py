@@ -1,4 +1,9 @@
-"""Requests of callbacks, users and signals, until the loop settles them."""
+"""Requests of callbacks, users and signals, until the loop settles them.
+
+A request is noted on the rank that makes it, and nothing happens until the ranks have agreed: a rank that stopped or
+saved alone would leave the others in a collective. Signals are noted apart, because they may take effect sooner than
+requests; only ``leaving``, which all ranks have agreed on, ends a run of several ranks.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +137,8 @@ class Requests:
         """A context whose requests are dropped at its end."""
         stop, validation = self.stop, self.validation
         checkpoints = list(self.checkpoints)
-        yield  # after an exception the requests of the context are settled
+        # No `finally`: after an exception the requests of the context are settled.
+        yield
         self.stop, self.validation = stop, validation
         self.checkpoints[:] = checkpoints
 
@@ -162,11 +168,13 @@ def listening(requests: Requests) -> Iterator[None]:
 
     A handler of the user is replaced meanwhile, except for SIGUSR1, which keeps the user's meaning.
     """
+    # Python lets only the main thread install handlers.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def on_signal(number: int, frame: FrameType | None) -> None:
+        # The handler only notes the number: it may run inside a collective or half-way through an optimizer step.
         if not requests.take_signal(number):
             signal.signal(number, previous_handlers[number])
             raise ended_by(number)
@@ -185,7 +193,8 @@ def listening(requests: Requests) -> Iterator[None]:
     finally:
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)
-    if requests.signal:  # it came after the last step
+    # It came after the last step: no loop was left to settle it.
+    if requests.signal:
         raise ended_by(requests.signal)
 
 
@@ -202,7 +211,8 @@ def terminable(requests: Requests) -> Callable[[BaseException | None], None]:
         numbers = [n for n in candidates if signal.getsignal(n) == signal.SIG_DFL]
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)  # the second one kills
+        # A second signal kills.
+        signal.signal(number, signal.SIG_DFL)
         requests.replace_signal(number)
         raise ended_by(number)
 
@@ -223,9 +233,13 @@ def _is_free(number: int) -> bool:
 
 def requeue_once(requests: Requests) -> str:
     """After SIGUSR1 inside a SLURM job: request a requeue, and return a line about the result; "" otherwise."""
-    return requeue() if requests.take_requeue() else ""
+    if not requests.take_requeue():
+        return ""
+    return requeue()
 
 
 def ended_by(number: int) -> BaseException:
     """The exception that a signal becomes: KeyboardInterrupt for Ctrl-C, else exit code 128 + number."""
-    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+    if number == signal.SIGINT:
+        return KeyboardInterrupt()
+    return SystemExit(128 + number)

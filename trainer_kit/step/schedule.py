@@ -1,4 +1,11 @@
-"""The end of a run and the next step with work due: functions of progress alone, so equal on every rank."""
+"""The end of a run and the next step with work due: functions of progress alone, so equal on every rank.
+
+No method here may read a clock, a request or a value that was logged: ranks would stop, validate or exchange at
+different steps. Seconds of training are an exception that is none: `Progress.seconds` holds only what ranks agreed on.
+
+Intervals count completed things, and take effect at the first end of a window at or after their value: inside a window
+validation and checkpoints would see partly accumulated gradients.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +23,9 @@ from trainer_kit.data import EpochLength
 
 __all__ = ["LONGEST", "Interval", "Schedule", "check_tokens"]
 
-LONGEST: Final = (
-    256  # steps between two looks, whatever else is due: kept losses must not pile up
-)
+# Whatever else is due: the losses that wait for a check must not pile up.
+LONGEST: Final = 256
+"""Steps between two looks at what is due."""
 
 
 def check_tokens(argument: str, length: object, module: object) -> None:
@@ -139,9 +146,8 @@ class Schedule:
         # A resumed run may be beyond the end of an epoch that has become shorter.
         if self.length.certain:
             return progress.epoch_batch >= batches
-        return (
-            progress.epoch_batch == batches
-        )  # data that have more than that were not over there
+        # Data that have more batches than they claim were not over there.
+        return progress.epoch_batch == batches
 
     def flushes(self, progress: Progress) -> bool:
         """Whether logged values of this step are handed on."""
@@ -174,6 +180,8 @@ class Schedule:
 
     def start_epoch(self, progress: Progress) -> None:
         """Restart the interval of validation, unless it counts across epochs."""
+        # Also in a run that resumes inside an epoch: what was complete by then has been validated, or the checkpoint
+        # says that it is owed.
         if not self.across_epochs:
             self.mark_checked(progress)
         for interval in self.intervals:
@@ -233,11 +241,9 @@ class Schedule:
             together: whether all ranks look at this step. A signal makes one rank look alone, and steps and batches are
                 the only counts for which all ranks look at the step that completes an interval.
         """
-        countable = [
-            interval
-            for interval in self.intervals
-            if together or interval.is_counted_alike
-        ]
+        countable = self.intervals
+        if not together:
+            countable = [each for each in self.intervals if each.is_counted_alike]
         return [interval for interval in countable if interval.take_completed(progress)]
 
     def due(self, progress: Progress, window: int) -> int:
@@ -252,12 +258,12 @@ class Schedule:
             if counter == "step":
                 steps.append(math.ceil(target))
             elif counter in ("batch", "epoch_batch"):
+                # Too early where the last window of an epoch is short; then nothing is due, and this runs again.
                 batches = target - getattr(progress, counter)
                 steps.append(step + max(1, math.ceil(batches / window)))
             elif counter != "epoch":
-                steps.append(
-                    step + 1
-                )  # samples, tokens, seconds: the number of steps is unknown
+                # Of samples, tokens and seconds the number of steps is unknown.
+                steps.append(step + 1)
         # What is due at this very step has just been carried out.
         return max(step + 1, min(steps))
 
@@ -267,12 +273,9 @@ class Schedule:
         if self.max_duration is not None:
             goals.append((self.max_duration.counter, self.max_duration.value))
         if self.validates and self.validate_every is not None:
-            next_validation = (
-                self._intervals(progress) + 1
-            ) * self.validate_every.value
-            goals.append(
-                (self._validation_counter(self.validate_every), next_validation)
-            )
+            counter = self._validation_counter(self.validate_every)
+            next_interval = self._intervals(progress) + 1
+            goals.append((counter, next_interval * self.validate_every.value))
         if not self.intervals:
             return goals
         goals += [
@@ -284,7 +287,9 @@ class Schedule:
 
     def steps_left(self, progress: Progress) -> int | None:
         """How many steps a limit in steps leaves; None without one."""
-        limits = [self.max_steps] if self.max_steps is not None else []
+        limits: list[int] = []
+        if self.max_steps is not None:
+            limits.append(self.max_steps)
         if self.max_duration is not None and self.max_duration.unit == "st":
             limits.append(int(self.max_duration.value))
         if not limits:

@@ -66,10 +66,10 @@ def _remember_buffers(module: nn.Module) -> Callable[[], None]:
 
     def restore() -> None:
         for name, buffer in buffers.items():
-            buffer.data.copy_(
-                copies[name]
-            )  # as data: a backward may check whether it was written
-            if getattr(module, name) is not buffer:  # a step may assign another tensor
+            # As data: autograd would find the buffer changed in a backward that still needs it.
+            buffer.data.copy_(copies[name])
+            # A step may have assigned another tensor.
+            if getattr(module, name) is not buffer:
                 setattr(module, name, buffer)
 
     return restore
@@ -140,6 +140,7 @@ def _remember_items(
 
 
 def _remember_tensor(tensor: Tensor) -> Callable[[], None]:
+    # A tensor on the meta device has no values.
     if tensor.requires_grad or tensor.is_meta or tensor.numel() > _LARGEST:
         return _nothing
     copy = tensor.detach().clone()

@@ -27,7 +27,8 @@ from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["ReplayedSteps", "SplitBatches", "split"]
 
-_DIVIDED = (Tensor, np.ndarray, list, tuple)  # a packed sequence is a tuple
+# A packed sequence is a tuple.
+_DIVIDED = (Tensor, np.ndarray, list, tuple)
 # Whatever the user's loader yields.
 _Batch: TypeAlias = Any
 _Context: TypeAlias = Callable[[], AbstractContextManager[object]]
@@ -118,6 +119,8 @@ class SplitBatches:
     def __call__(self, window: Window) -> None:
         """Forward and backward of one window; every rank must call it."""
         world = self._strategy.world
+        # Each attempt exchanges nothing but the votes below: a rank that failed in the middle of a window would leave
+        # the others in an exchange of gradients.
         while True:
             undo = self._remember(window)
             problem = self._attempt(window)
@@ -130,6 +133,7 @@ class SplitBatches:
             gc.collect()
             if torch.accelerator.is_available():
                 torch.accelerator.empty_cache()
+            # The largest batch of any rank, so that all of them raise: parts of one sample cannot be divided.
             if self._state.parts >= max(row[1] for row in rows):
                 raise problem or RankError(
                     f"rank {failed_ranks[0]} is out of memory with a single sample in a batch",
@@ -145,7 +149,9 @@ class SplitBatches:
     def _attempt(self, window: Window) -> Exception | None:
         """Run the window; returns the error of a rank that ran out of memory."""
         agreement = window.runner.agree_on_exit
-        rounds = agreement.rounds if agreement is not None else 0
+        rounds = 0
+        if agreement is not None:
+            rounds = agreement.rounds
         try:
             with self._without_exchange():
                 for index in range(window.count):
@@ -155,7 +161,8 @@ class SplitBatches:
         except Exception as error:
             if not ran_out_of_memory(error):
                 raise
-            problem = error.with_traceback(None)  # its frames hold activations
+            # The frames of the traceback hold activations.
+            problem = error.with_traceback(None)
         else:
             return None
         # The other ranks agree before each of their micro-batches whether to leave the epoch.
@@ -240,6 +247,7 @@ class ReplayedSteps:
         return_to_start()
         with window.again() as repeated:
             self._run(repeated)
+        # Losses are noted for the repeated run, too, and it has drawn: the fit goes on from the end of the first run.
         losses.drop_after(noted_losses)
         return_to_end()
         differing = _differing(gradients, _gradients(self._module))
@@ -263,6 +271,7 @@ class ReplayedSteps:
         if self._without_exchange is None:
             self._strategy.forward_backward(window)
             return
+        # The plain order of micro-batches: the strategy's would exchange gradients after the last one.
         with self._without_exchange():
             Strategy.forward_backward(self._strategy, window)
 
@@ -277,7 +286,9 @@ class ReplayedSteps:
         ranks = [rank for rank, row in enumerate(rows) if any(row)]
         if not ranks:
             return
-        loss_text = "the loss and " if loss_differs else ""
+        loss_text = ""
+        if loss_differs:
+            loss_text = "the loss and "
         description = (
             f"{device}: {loss_text}{len(differing)} gradients, first {differing[:1]}"
         )

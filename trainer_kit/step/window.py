@@ -1,4 +1,13 @@
-"""One accumulation window and what runs it: all code between the loop and the user's step."""
+"""One accumulation window and what runs it: all code between the loop and the user's step.
+
+For each micro-batch a strategy calls `Window.begin`, `Window.forward`, `Window.backward` and `Window.end`. The strategy
+decides the order of forwards and backwards (a pipeline interleaves them) and when ranks exchange gradients; the window
+makes every hook call, so that hooks come in one order under every strategy. The optimizer step comes after the window:
+`trainer_kit.step.optimize`.
+
+A rank may lack a micro-batch that other ranks have (``batches[i] is None``). It runs a padding batch then, for the
+collectives of the others, without hooks, logs and weight.
+"""
 
 from __future__ import annotations
 
@@ -117,13 +126,16 @@ class WindowRunner:
         self.run_padding = run_padding or _run_nothing
         self.autocast = precision.forward_context()
         self.scale = precision.scale_loss if precision.scales else None
+        # Only this hook reads outputs, and their copy costs a kernel for each micro-batch.
         self.wants_outputs = bool(bus.on_train_batch_end)
         self.losses = LossLog(scaled=precision.scales)
         self.skipped = 0
         self.padded = 0
         self.remembers = gradients.repeats
         self.draws = gradients.draws
-        self.unusual = True  # the first loss is looked at closely
+        # The first loss of a run is always checked: its shape and its graph are those of all later ones.
+        self.unusual = True
+        # In these runs a step may return something else than one loss, or its loss needs more than its factor.
         self._always_unusual = (
             manual
             or checks_every_loss
@@ -131,6 +143,7 @@ class WindowRunner:
             or gradients.repeats
             or gradients.by_loss is not None
         )
+        # A padding batch runs backward like any other, but calls no hook.
         self.silent_bus = bus.silent()
 
     @property
@@ -258,7 +271,8 @@ class Window(_Record):
             self.weighted_losses = []
             if runner.draws:
                 self.random_state = rng_state(_device_of(batch))
-        if batch is None:  # another rank's data ends later
+        # The data of another rank end later.
+        if batch is None:
             self._begin_padding()
             return
         if runner.move is not None:
@@ -271,17 +285,22 @@ class Window(_Record):
         leaves = False
         for hook in runner.bus.on_train_batch_start:
             if hook(batch, self.index) == -1:
-                leaves = True  # the remaining hooks are called all the same
+                # The remaining hooks are called all the same.
+                leaves = True
+        # Every rank that has a batch, or a padding batch, takes part: a rank that left alone would hang the others.
         if runner.agree_on_exit is not None:
             leaves = runner.agree_on_exit(leaves, True)
         if leaves:
             raise EarlyEpochExit
 
     def _begin_padding(self) -> None:
+        # The last batch of this rank is what it runs as padding. `batch` becomes None for `end` and for the loop, which
+        # call `on_train_batch_end` only for a batch that exists.
         if self.batch is not None:
             self.earlier = self.batch
         self.batch = None
         self.outputs = None
+        # The exchange that the other ranks make in `begin`.
         agree_on_exit = self.runner.agree_on_exit
         if agree_on_exit is not None and agree_on_exit(False, False):
             raise EarlyEpochExit
@@ -302,11 +321,13 @@ class Window(_Record):
                 output = runner.step(self.batch, self.index)
         if runner.unusual or output.__class__ is not Tensor:
             return self._read_output(output, index)
-        # The usual case in one frame: one loss, as a tensor.
+        # The usual case in one frame: one loss, as a tensor. `_read_output` and `_weighted` do the same for the others.
         # A copy, for its memory may be written again: by its user, by a compiled step. On the CPU a number is cheapest.
-        loss = (
-            output.item() if output.is_cpu else output.detach().clone()
-        )  # no sync point
+        loss: Tensor | float
+        if output.is_cpu:
+            loss = output.item()  # no sync point
+        else:
+            loss = output.detach().clone()
         self.loss = loss
         runner.losses.append((loss, self.started, self.index))
         if runner.wants_outputs:
@@ -320,27 +341,33 @@ class Window(_Record):
 
     def note(self, loss: Tensor) -> None:
         """Remember a loss for the next look at whether all were finite; nothing is read from the device."""
-        on_host = loss.__class__ is Tensor and loss.is_cpu
-        self.loss = loss.item() if on_host else loss.detach().clone()  # no sync point
+        if loss.__class__ is Tensor and loss.is_cpu:
+            self.loss = loss.item()  # no sync point
+        else:
+            self.loss = loss.detach().clone()
         self.runner.losses.append((self.loss, self.started, self.index))
 
     def _read_output(self, output: Any, index: int) -> _Losses:
         """Handle every result of a step other than a plain tensor."""
         runner = self.runner
         self.outputs = output
+        # The module has called `manual_backward` itself; a loss with its graph would keep the activations until the
+        # next batch.
         if runner.manual:
             if isinstance(output, Tensor):
                 self.outputs = {"loss": output.detach()}
             return None
         if output is None:
-            # As in Lightning: the batch adds nothing to the step.
+            # As in Lightning: the batch adds nothing to the step. Its weight stays in the sum, which was known before.
             runner.count_skipped()
             self.start_gradients()
             return None
         is_mapping = isinstance(output, Mapping)
         by_loss = runner.gradients.by_loss
         if by_loss is None:
-            loss = output.get("loss") if is_mapping else output
+            loss = output
+            if is_mapping:
+                loss = output.get("loss")
             if isinstance(loss, Tensor):
                 if runner.unusual:
                     runner.accept_loss(loss)
@@ -363,6 +390,7 @@ class Window(_Record):
         }
         if losses:
             return losses
+        # No backward follows, which would drop the gradients of the window before.
         self.start_gradients()
         return None
 
@@ -371,13 +399,16 @@ class Window(_Record):
     ) -> Tensor:
         """Note a loss; return it with its weight in the window and the scale of the precision."""
         runner = self.runner
+        # The losses that are checked, and that hooks see, are the user's own: without weight and scale.
         self.note(loss)
         if runner.wants_outputs:
-            values = output if isinstance(output, Mapping) else {}
-            self.outputs = {**values, "loss": loss.detach().clone()}
+            self.outputs = {"loss": loss.detach().clone()}
+            if isinstance(output, Mapping):
+                self.outputs = {**output, **self.outputs}
         self.contributed = True
         if self.factors is not None:
             loss = loss * self.factors[index]
+        # The closure of an optimizer returns their sum: weighted, and not scaled.
         if self.weighted_losses is not None:
             self.weighted_losses.append((name, loss.detach().clone()))
         if runner.scale is None:
@@ -390,12 +421,15 @@ class Window(_Record):
         # Dropped this late, gradients of the last step can be read by hooks until the next backward.
         if self.fresh:
             self.fresh = False
+            # Here and not by `drop`: a loop over the parameters is a Python call less in every step.
             if runner.gradients.droppable:
                 for parameter in runner.gradients.droppable:
                     parameter.grad = None
             else:
                 runner.gradients.drop(self.index)
-        bus = runner.silent_bus if self.batch is None else runner.bus
+        bus = runner.bus
+        if self.batch is None:
+            bus = runner.silent_bus
         if runner.gradients.by_loss is not None:
             runner.backward_of_each(loss, bus)
             return
@@ -416,7 +450,8 @@ class Window(_Record):
         progress.epoch_batch += 1
         progress.samples += self.sizes[index]
         if index + 1 == self.count:
-            # The hook of the last micro-batch follows the optimizer step.
+            # The loop calls the hook of the last micro-batch after the optimizer step: callbacks that were written for
+            # Lightning read the updated weights there.
             progress.tokens += self.tokens
         elif self.batch is not None:
             for hook in self.runner.bus.on_train_batch_end:
@@ -429,6 +464,8 @@ class Window(_Record):
 
     def start_gradients(self) -> None:
         """Drop the gradients of the previous window, once."""
+        # Also where this rank adds none: if another rank does, all of them step, and the gradients of the window before
+        # would be applied again.
         if self.fresh:
             self.fresh = False
             self.runner.gradients.drop(self.index)
@@ -470,6 +507,7 @@ class Window(_Record):
         if self.random_state is not None:
             restore_rng(self.random_state, _device_of(self.batch))
         try:
+            # Gradients are enabled here, because torch's optimizers call their closure in `step`, under `no_grad`.
             with runner.metrics.unrecorded(runner.metrics.hook), torch.enable_grad():
                 yield repeated
         finally:
@@ -480,6 +518,7 @@ class Window(_Record):
         """Inside, losses weigh nothing and are not noted: those of a batch that stands in for a missing one."""
         factors, loss = self.factors, self.loss
         losses = len(self.runner.losses)
+        # `manual_backward` multiplies by it: that backward must run for the collectives of the other ranks.
         self.factors = [0.0]
         try:
             yield
@@ -508,8 +547,13 @@ class Window(_Record):
                 metrics.use_weight(weight * share)
             loss = self.forward(index)
             outputs.append((self.outputs, share))
-            if loss is not None:
-                self.backward(index, loss if share == 1.0 else loss * share)
+            if loss is None:
+                continue
+            # A product costs a kernel and a node of the graph.
+            if share != 1.0:
+                loss = loss * share
+            self.backward(index, loss)
+        # What follows (hooks, the end of the batch) sees the whole batch with its weight.
         self.batch = batch
         metrics.use_weight(weight)
         # Hooks see one output for the whole batch.
@@ -547,12 +591,14 @@ class Window(_Record):
             self.outputs = outputs
             self.loss = loss
             self.earlier = earlier
+            # The gradients that are there now are those of the attempt: the next backward drops them.
             self.fresh = True
 
         return forget
 
     def skip(self) -> None:
-        """Count the micro-batches of this window as trained on, and hold none: nothing is trained on it."""
+        """Count the micro-batches of this window as read, and hold none: nothing is trained on it."""
+        # The position in the data goes on; samples and tokens count only what is trained on.
         self.runner.progress.pass_batches(self.count)
         self.count = 0
         self.batch = None
@@ -577,11 +623,9 @@ def _no_loss(
     output: object, by_loss: Mapping[str, object] | None
 ) -> ConfigurationError:
     """The error for a step that returned something without a loss."""
-    keys = (
-        f" with keys {', '.join(map(str, output))}"
-        if isinstance(output, Mapping)
-        else ""
-    )
+    keys = ""
+    if isinstance(output, Mapping):
+        keys = f" with keys {', '.join(map(str, output))}"
     if isinstance(output, (int, float)):
         fix = "return the tensor, without .item() or float(): gradients need it"
     elif by_loss is None:
