@@ -57,6 +57,7 @@ class Argument:
         self._name = name
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        # Read on the class, as documentation tools and `inspect` do.
         if instance is None:
             return self
         return instance.arguments[self._name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Final
 
 import torch
@@ -30,8 +31,10 @@ def build_module(trainer: Session, module: TrainModule, stage: str) -> None:
     strategy, precision = trainer.strategy, trainer.precision_plugin
     strategy.configure(precision=precision.name)
     is_final = trainer.sharded_alternative is None
-    # Build in host memory if the model may have to be sharded.
-    device = strategy.building(module) if is_final else torch.device("cpu")
+    # In host memory if the model may have to be sharded: it would not fit on the device then.
+    device: AbstractContextManager[object] = torch.device("cpu")
+    if is_final:
+        device = strategy.building(module)
     with precision.init_context(), device:
         build_once(module)
     if is_final:
@@ -61,7 +64,9 @@ def choose_by_memory(
     trains = stage == "fit"
     memory = _rank_memory(trainer, world)
     needed = training_bytes(module, trainer.precision_plugin.name, trains)
-    contents = "training state (as with Adam)" if trains else "weights"
+    contents = "weights"
+    if trains:
+        contents = "training state (as with Adam)"
     sizes = f"{in_units(needed)} of {contents}, and a rank has {in_units(memory or None)} of memory"
     if alternative is None or not memory or whole_copies_fit(needed, memory):
         return strategy, f"{strategy.name}: whole copies fit, {sizes}"
@@ -79,6 +84,7 @@ def _rank_memory(trainer: Session, world: Group | None) -> int:
         return device_memory(trainer.strategy.device, max(1, trainer.processes)) or 0
     ranks_here = max(1, trainer.environment.local_world_size)
     memory = device_memory(trainer.strategy.device, ranks_here) or 0
+    # The smallest, so that every rank chooses the same strategy; 0, an unknown one, chooses replicas for all.
     return int(min(row[0] for row in world.agree([memory])))
 
 
@@ -101,10 +107,14 @@ def training_bytes(module: nn.Module, precision: str, trains: bool) -> int:
     """
     total = 0
     for parameter in module.parameters():
-        if is_lazy(parameter):  # its shape is unknown
+        # Its shape is unknown.
+        if is_lazy(parameter):
             continue
         width = _BYTES_PER_VALUE.get(precision, 0) or parameter.element_size()
-        copies = 2 + _MOMENTS if trains and parameter.requires_grad else 1
+        # The weight itself; with a gradient also that, and the optimizer's moments.
+        copies = 1
+        if trains and parameter.requires_grad:
+            copies = 2 + _MOMENTS
         total += parameter.numel() * width * copies
     for buffer in module.buffers():
         if not is_lazy(buffer):

@@ -64,6 +64,7 @@ class CallbackList:
 
     def add_of_module(self, callbacks: Sequence[object]) -> None:
         """Add callbacks of the running module; each replaces the Trainer's callbacks of its class."""
+        # `configured` stays as it is, so that another module does not meet the callbacks of this one.
         adapted = self._adapt(callbacks)
         classes = {type(callback) for callback in adapted}
         remaining = [

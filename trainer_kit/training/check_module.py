@@ -53,6 +53,7 @@ def check_module(module: object, stage: str) -> None:
         raise ConfigurationError(
             "this is not a TrainModule", found=type(module).__name__, fix=fix
         )
+    # torch would raise an AttributeError about this dictionary at the first use of the module.
     if "_modules" not in vars(module):
         raise ConfigurationError(
             f"{type(module).__name__}.__init__ does not call super().__init__()",
@@ -84,9 +85,9 @@ def _missing_step(module: TrainModule, step: str) -> ConfigurationError:
         for name in ("compute_loss", *similar)
         if name in dir(module) and name not in dir(TrainModule)
     ]
-    similar_method = (
-        f"{methods_of_user[0]}, which is not called" if methods_of_user else None
-    )
+    similar_method = None
+    if methods_of_user:
+        similar_method = f"{methods_of_user[0]}, which is not called"
     return ConfigurationError(
         f"{type(module).__name__} has no {step}",
         found=similar_method,

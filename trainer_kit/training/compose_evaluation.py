@@ -76,6 +76,7 @@ def find_validation_loaders(
     if loaders is None:
         return EvaluationLoaders()
     validation = load_evaluation(trainer, "validate", loaders)
+    # Without a batch there is no validation, so no scheduler may wait for its values. An unknown length may have some.
     if all(batches == 0 for batches in validation.expected):
         return EvaluationLoaders()
     return validation
@@ -96,6 +97,7 @@ def compose_evaluation(
     move, _ = mover(module, datamodule, strategy, precision, whole_batches)
 
     def publish(reduced: Reduced, batch: int) -> None:
+        # The batches of a sanity check leave no trace.
         values = reduced.logger
         if not values or trainer.sanity_checking or not trainer.is_global_zero:
             return

@@ -25,7 +25,9 @@ def check_saveable(trainer: Session, run: Fit) -> None:
     This does not call ``on_save_checkpoint``, whose source is read, and does not see state that only training creates.
     """
     callbacks = [callback for callback in trainer.callbacks if _has_state(callback)]
-    datamodule = trainer.datamodule if _has_state(trainer.datamodule) else None
+    datamodule = None
+    if _has_state(trainer.datamodule):
+        datamodule = trainer.datamodule
     state = collect(
         run, callbacks, datamodule, trainer.data_seed, weights_only=False, hooks=False
     )
@@ -33,10 +35,9 @@ def check_saveable(trainer: Session, run: Fit) -> None:
     def encode_state(state: SavedState) -> None:
         if run.strategy.sharded:
             encode(state, {}, copy=False, sharded=True)
-        else:  # rank 0 writes; an engine that gathers its state has it only there
-            on_rank_zero(
-                run.strategy.world, lambda: bool(encode(state, {}, copy=False))
-            )
+            return
+        # Rank 0 writes; an engine that gathers its state has it only there.
+        on_rank_zero(run.strategy.world, lambda: bool(encode(state, {}, copy=False)))
 
     owners = [*trainer.callbacks, trainer.datamodule, trainer.module]
     owners = [owner for owner in owners if owner is not None]
@@ -55,5 +56,6 @@ def check_saveable(trainer: Session, run: Fit) -> None:
 def _has_state(owner: _HasState | None) -> bool:
     try:
         return bool(owner is not None and owner.state_dict())
-    except Exception:  # the first save raises it again
+    # Of any class, from the user's code; the first save raises it again.
+    except Exception:
         return False

@@ -154,12 +154,15 @@ class EntryPoint:
         self.datamodule = datamodule
         self.is_set_up = is_set_up
         self.uses_fitted = model is None
-        self.module = trainer.module if model is None else uncompiled(model)
+        self.module = trainer.module
+        if model is not None:
+            self.module = uncompiled(model)
         if self.module is None:
             raise ConfigurationError(
                 f"{stage} needs a module", fix=f"pass it: trainer.{stage}(module, ...)"
             )
         check_module(self.module, stage)
+        # The user's `torch.compile(module)` compiles `forward`; the step is compiled in the same way instead.
         is_compiled = model is not None and self.module is not model
         trainer.running.compile_with(model.dynamo_ctx if is_compiled else None)
         self.teardown = Teardown()
@@ -199,7 +202,8 @@ class EntryPoint:
                 add_note(error, describe_memory(self.trainer, self.stage))
         try:
             self.teardown.__exit__(kind, error, traceback)
-        except BaseException:  # of a teardown
+        # Of the teardown.
+        except BaseException:
             self.trainer.running.interrupt()
             raise
 
@@ -223,11 +227,12 @@ class EntryPoint:
         trainer.metrics.suspend()
         trainer.metrics.attach(trainer.strategy, module)
         trainer.requests.clear()
+        # Bar and monitors of a test must not show training values.
         if stage == "fit":
             trainer.reset()
         else:
-            # Bar and monitors of a test must not show training values.
             trainer.metrics.forget(suspended=False)
+        # The seed is read when a fit begins; an evaluation reads one only before the first fit.
         keeps_seed = trainer.run is not None and (stage != "fit" or trainer.continues)
         trainer.files.agree(trainer.strategy.world, stage == "fit", keeps_seed)
         trainer.show_datamodule(self.datamodule)
@@ -235,6 +240,7 @@ class EntryPoint:
         if self.datamodule is not None:
             self.datamodule.trainer = trainer
         self._add_callbacks()
+        # Before the hooks of the set-up, which may ask for the loaders and for the number of steps.
         if stage == "fit":
             trainer.read_accumulation()
             trainer.running.load_train_with(
@@ -269,6 +275,7 @@ class EntryPoint:
         trainer, stage = self.trainer, self.stage
         module, datamodule = self.module, self.datamodule
         self.bus = Bus(trainer, module, trainer.callbacks, datamodule, trainer.metrics)
+        # In place: this is called again when the module has added callbacks, and nothing may be called twice.
         self.teardown.failed[:] = self.bus.on_exception
         hooks: list[Callable[[], object]] = []
         if datamodule is not None and is_overridden("teardown", datamodule, DataHooks):
@@ -305,14 +312,16 @@ class EntryPoint:
         if self.stage != "fit":
             trainer.callback_list.restore(self._callbacks_before)
         self.module.untoggle_optimizer(None)
+        # `compose_fit` has overridden it there, under compile.
         for module in self.module.own_modules():
-            module.__dict__.pop("log", None)  # see `compose_fit`, under compile
+            module.__dict__.pop("log", None)
         # Rank 0 alone asks SLURM: every rank would put the job into the queue once more.
         if not trainer.is_global_zero or trainer.settings.fast:
             return
         if self.stage == "fit" and trainer.checkpoint_callback is not None:
+            # There is an answer only where no step was running: else the settler has asked.
             answer = requeue_once(trainer.requests)
-            if answer:  # no step was running
+            if answer:
                 trainer.say(answer)
 
     def _close_loaders(self, error: BaseException | None) -> None:
@@ -357,6 +366,8 @@ class EntryPoint:
     ) -> Fit:
         """Compose the fit, restore its checkpoint if any, and call the hooks that precede ``on_train_start``."""
         trainer = self.trainer
+        # The checkpoint is read in two parts. The first one holds what composing depends on (seed, position, what
+        # callbacks have tuned); the rest goes into the composed fit.
         start = self._find_start(ckpt_path, weights_only)
         self._tune(start)
         every = trainer.reload_dataloaders_every_n_epochs
@@ -416,6 +427,7 @@ class EntryPoint:
         _check_callbacks(callbacks, world)
         if ckpt_path is None:
             on_rank_zero(world, lambda: check_records(files, callbacks))
+        # The directories are locked before the search: their files belong to this run from here on.
         removed = take_directories(
             files,
             callbacks,
@@ -496,6 +508,7 @@ class EntryPoint:
         )
         if trainer.is_global_zero:
             files.continue_logging(state.get("loggers", {}))
+        # The step is known only now, when the counts are restored.
         trainer.say(message.replace("{step}", str(trainer.progress.step), 1))
         difference = compare_hparams(self.module.hparams, state)
         if difference is not None:
@@ -578,7 +591,8 @@ class EntryPoint:
     def _find_weights(self, ckpt_path: CheckpointPath) -> Source | None:
         """The checkpoint whose weights an evaluation loads: of a fitted module the best one; None: its own weights."""
         trainer = self.trainer
-        callbacks = keep_checkpoints(self._callbacks_before)  # those of the fit
+        # The callbacks of the fit: the module of this evaluation may have replaced some.
+        callbacks = keep_checkpoints(self._callbacks_before)
         reason = ""
         if (
             ckpt_path is None
@@ -618,7 +632,8 @@ class EntryPoint:
         for logger in trainer.files.loggers:
             if logger in failed_loggers:
                 continue
-            try:  # in this thread: it runs the module
+            # In this thread and not the logger's: it runs the module.
+            try:
                 call_optional(logger, "log_graph", self.module)
             except TrainerKitError:
                 raise
@@ -632,7 +647,9 @@ class EntryPoint:
         trainer, steps = self.trainer, self.trainer.settings.sanity_steps
         if not run.validation.feeds or steps == 0 or trainer.progress.step > 0:
             return
-        limit = None if steps < 0 else steps
+        limit: int | None = steps
+        if steps < 0:
+            limit = None
         # The check leaves no trace: neither random numbers, nor requests, nor logged values.
         with run.validation.limited_to(limit), run.requests.unchanged():
             trainer.count_batches("sanity_val", run.validation.counts)

@@ -74,6 +74,7 @@ def _loop_lines(bus: Bus, descriptions: dict[str, str], validates: bool) -> list
         validates: whether the run validates.
     """
     lines = []
+    # A hook without listeners is left out: it costs a run nothing.
     for line in _LOOP.splitlines():
         name = line.strip()
         if ("validation" in name or "sanity" in name) and not validates:
@@ -139,7 +140,9 @@ def draw(
     if isinstance(loaders, DataModule):
         datamodule = loaders
     strategy, _, size = _strategy_of_fit(trainer, module, datamodule)
-    costs = [] if module is None else _cost_lines(trainer, strategy, module, size)
+    costs: list[str] = []
+    if module is not None:
+        costs = _cost_lines(trainer, strategy, module, size)
     processes = plural(size, "process")
     return mesh_picture(
         f"{processes}: {strategy.describe()}",
@@ -159,6 +162,7 @@ def _strategy_of_fit(
     module = uncompiled(module)
     check_module(module, "fit")
     prepare(trainer, module, datamodule)
+    # Before `configure_model` has built the layers, the memory that they need is unknown.
     if trainer.sharded_alternative is None or next(module.parameters(), None) is None:
         return trainer.strategy, "", size
     strategy, reason = choose_by_memory(trainer, module, "fit")
@@ -182,7 +186,9 @@ def explain_running(trainer: Session, module: TrainModule) -> Text:
     run = trainer.run
     if run is not None:
         batches = trainer.num_training_batches
-        limit = None if batches == math.inf else int(batches)
+        limit = None
+        if batches != math.inf:
+            limit = int(batches)
         lines += _data_lines(trainer, run.windows.feed, limit, size)
         lines += _cost_lines(trainer, trainer.strategy, module, size)
         lines += ["", *_loop_of_fit(trainer, module, run.bus)]
@@ -219,7 +225,8 @@ def prepare(trainer: Session, module: TrainModule, datamodule: DataModuleLike) -
     """Call ``prepare_data`` and ``setup``, as `fit` does before it gets the loaders."""
     check_datamodule(datamodule)
     owners = [owner for owner in (datamodule, module) if owner is not None]
-    trainer.show_datamodule(datamodule)  # hooks of the module read its data
+    # Hooks of the module read its data.
+    trainer.show_datamodule(datamodule)
     for owner in owners:
         owner.trainer = trainer
         if is_overridden("prepare_data", owner, DataHooks) and trainer.local_rank == 0:
@@ -279,7 +286,9 @@ def _data_lines(
 def _window_length(trainer: Session) -> int:
     """Micro-batches of the first optimizer step."""
     counting = trainer.accumulation_callback
-    return 1 if counting is None else counting.get_accumulate_grad_batches(0)
+    if counting is None:
+        return 1
+    return counting.get_accumulate_grad_batches(0)
 
 
 def _cost_lines(
@@ -291,7 +300,10 @@ def _cost_lines(
     costs = strategy.costs(module, trainer.precision_plugin, size)
     if costs is None:
         return [f"layout       not known: {type(strategy).__name__} declares no costs"]
-    optimizers = trainer.optimizers if trainer.module is module else None
+    # Those of the last fit, if it was of this module.
+    optimizers = None
+    if trainer.module is module:
+        optimizers = trainer.optimizers
     if trainer.state_verb:
         return cost_lines(costs, optimizers or None)
     if optimizers or not is_overridden("configure_optimizers", module, TrainModule):
@@ -309,7 +321,10 @@ def _cost_lines(
 def _step_descriptions(trainer: Session, module: TrainModule) -> dict[str, str]:
     """What happens in each step of the loop that is not a hook, by its name in `_LOOP`."""
     name = type(module).__name__
-    clip = trainer.settings.clip
+    clipping = "none"
+    if trainer.settings.clip is not None:
+        value, algorithm = trainer.settings.clip
+        clipping = f"by {algorithm} to {value}"
     backward, optimizer_step = "manual", "manual"
     if module.automatic_optimization:
         backward = f"{name}.backward"
@@ -317,7 +332,7 @@ def _step_descriptions(trainer: Session, module: TrainModule) -> dict[str, str]:
     return {
         "training_step": f"{name}.training_step under {trainer.precision_plugin.name}",
         "backward": backward,
-        "clip gradients": "none" if clip is None else f"by {clip[1]} to {clip[0]}",
+        "clip gradients": clipping,
         "optimizer_step": optimizer_step,
         "lr_scheduler_step": "schedulers with interval='step'",
         "validation_step": f"{name}.validation_step",

@@ -1,4 +1,10 @@
-"""The fit loop. One iteration is one optimizer step."""
+"""The fit loop. One iteration is one optimizer step.
+
+A step runs a window, steps the optimizers, counts, and then calls the hooks of its end: they see the updated weights
+and the new count, as in Lightning. What is not of every step (logs, validation, checkpoints, a stop, signals) is done
+in `Settler.settle_step`, at a step that is known beforehand: the loop compares one integer. So an unused feature costs
+a step nothing, and the state is complete whenever anything reads it.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +58,9 @@ def fit(
                     # Gradients are complete: hooks, clip, optimizers.
                     step(window)
                     progress.step += 1
+                    # Schedulers, which see the new step.
                     if stepper.due:
-                        stepper.advance_due()  # schedulers, which see the new step
+                        stepper.advance_due()
                     if window.batch is not None:
                         for hook in bus.on_train_batch_end:
                             hook(window.outputs, window.batch, window.index)
@@ -62,14 +69,17 @@ def fit(
                     if progress.step >= settler.due and settler.settle_step():
                         completed = settler.epoch_is_over()
                         break
+            # A hook has left the epoch before its batch was trained on; the epoch counts as complete.
             except EarlyEpochExit:
                 windows.window.abandon()
             continues = settler.settle_epoch(completed)
+        # Around the epoch, because its end may find a bad loss, too. The loop continues from an earlier state.
         except Rewind:
-            settler.settle_rewind()  # the loop continues from an earlier state
+            settler.settle_rewind()
     settler.settle_stop()
     settler.check_trained(over=True)
-    settle_save(run)  # every requested checkpoint exists before on_train_end
+    # Every requested checkpoint exists before `on_train_end`, whose hooks may read it.
+    settle_save(run)
     for hook in bus.on_train_end:
         hook()
     settler.settle_end()
@@ -87,6 +97,7 @@ def _repeated_hooks(run: Fit, resumed: bool) -> Iterator[None]:
 
 
 def _begin_epoch(run: Fit, settler: Settler) -> None:
+    # The settler comes last: when something is due next follows from the intervals that the schedule has begun.
     run.metrics.proceed()
     run.schedule.start_epoch(run.progress)
     run.windows.start_epoch(run.schedule.steps_left(run.progress))

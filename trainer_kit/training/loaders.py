@@ -80,6 +80,7 @@ def training_feed(
         agree: see `Feed`; None where the data are not read by all ranks.
     """
     batch_size = None
+    # The samples of a step are the same on any number of ranks only if each rank has an equal share of them.
     if settings.global_batch_size is not None:
         batches_per_step = group.size * window
         if settings.global_batch_size % batches_per_step:
@@ -153,12 +154,16 @@ def agreed_length(length: EpochLength, group: Group) -> EpochLength:
 
 def _count(batches: int | None) -> float:
     """A number of batches as ranks exchange it: infinite if it is unknown."""
-    return math.inf if batches is None else batches
+    if batches is None:
+        return math.inf
+    return batches
 
 
 def _known_count(batches: float) -> int | None:
     """The inverse of `_count`."""
-    return None if math.isinf(batches) else int(batches)
+    if math.isinf(batches):
+        return None
+    return int(batches)
 
 
 def _list_loaders(loaders: Loaders) -> list[Loaders]:
@@ -183,6 +188,7 @@ def _unshuffled(loaders: Loaders) -> Loaders:
         return loaders
     clone = copy.copy(loaders)
     sampler = SequentialSampler(cast("Sized", loaders.dataset))
+    # Past `DataLoader.__setattr__`, which refuses another sampler after construction.
     vars(clone)["sampler"] = sampler
     if loaders.batch_size is not None:
         vars(clone)["batch_sampler"] = BatchSampler(
@@ -209,7 +215,9 @@ def mover(
     has_hooks = before is not None or transfer is not None or after is not None
     device = strategy.device
     moves = device.type != "cpu"
-    shard = None if whole_batches else strategy.shard_batch
+    shard = None
+    if not whole_batches:
+        shard = strategy.shard_batch
     convert = None
     if precision.converts_batch:
         convert = precision.convert_batch
@@ -227,6 +235,7 @@ def mover(
             batch = convert(batch)
         if after is not None:
             batch = after(batch, loader)
+        # Last, so that hooks see whole samples.
         if shard is not None:
             batch = shard(batch)
         return batch

@@ -73,6 +73,7 @@ class LoggedValues:
     def _epoch_of_step(self, stage: str) -> int:
         """In a fit, the epoch in which the last step was taken, also after that epoch was counted."""
         progress = self._progress
+        # Hooks of the end of an epoch log after it was counted, values of the epoch that has ended.
         is_counted = (
             progress.step > 0 and progress.epoch > 0 and not progress.epoch_batch
         )

@@ -119,7 +119,8 @@ class _View:
     _trainer: _Looped
 
     def __init__(self, trainer: _Looped) -> None:
-        vars(self)["_trainer"] = trainer  # `__setattr__` takes properties only
+        # `__setattr__` takes properties only: a misspelled limit must not be stored without an effect.
+        vars(self)["_trainer"] = trainer
 
     def __getattr__(self, name: str) -> NoReturn:
         instead = _INSTEAD.get(
@@ -178,6 +179,8 @@ class BatchProgress(_View):
     @property
     def current(self) -> Counts:
         """Batches of this epoch; after the fit, of its last epoch."""
+        # Progress counts a batch when it is complete. What it does not know is how far the running batch is: the hook
+        # that is being called says so.
         progress, hook, index, _ = self._trainer.position()
         if hook == "on_train_batch_start":
             return Counts(index + 1, index, index, index)
@@ -195,8 +198,9 @@ class BatchProgress(_View):
         progress, hook, _, _ = self._trainer.position()
         current = self.current
         earlier = progress.batch - progress.epoch_batch
+        # The last epoch is over, and `current` still shows its batches.
         if hook not in _IN_AN_EPOCH and not progress.epoch_batch:
-            earlier = progress.batch - current.completed  # the last epoch is over
+            earlier = progress.batch - current.completed
         return Counts(*(count + earlier for count in vars(current).values()))
 
     @property

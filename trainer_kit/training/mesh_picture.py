@@ -78,8 +78,10 @@ def mesh_picture(
         (8, True)
     """
     sizes = places or {"ranks": ranks}
+    # An axis of one place divides nothing; without any other there is a single rank to draw.
     axes = [(name, size) for name, size in sizes.items() if size > 1] or [("ranks", 1)]
     mesh = _draw_axes(axes, {}, axes)
+    # Wide enough for the captions of a small mesh, and for the title, whose letters are bold.
     width = max(mesh.width, 420.0, len(title) * _LETTER * 1.08)
     captions = _wrap_lines([*_describe_axes(axes, ranks), *facts], width)
     view_width = width + 2 * _PADDING
@@ -143,7 +145,9 @@ def _draw_grid(axes: _Axes, position: Mapping[str, int], mesh: _Axes) -> _Drawin
     column_axis, columns = axes[-1]
     row_axis, rows = axes[0] if len(axes) == 2 else ("", 1)
     columns, rows = min(columns, _MAX_DRAWN), min(rows, _MAX_DRAWN)
-    label_width = len(f"{row_axis} {rows}") * _LETTER + _GAP if row_axis else 0.0
+    label_width = 0.0
+    if row_axis:
+        label_width = len(f"{row_axis} {rows}") * _LETTER + _GAP
     elements = ""
     if column_axis != "ranks":
         for column in range(columns):
@@ -167,11 +171,14 @@ def _draw_grid(axes: _Axes, position: Mapping[str, int], mesh: _Axes) -> _Drawin
 
 def _draw_rank(position: Mapping[str, int], mesh: _Axes) -> str:
     """One rank: its number, and its share of the global batch."""
+    # Ranks that differ on other axes only have the same samples, and the same color.
     rank = _flat_index(position, mesh)
     data_axes = [(name, size) for name, size in mesh if name in _DATA_AXES]
     share = _flat_index(position, data_axes)
     shares = prod(size for _, size in data_axes)
-    samples = f"samples {share + 1} of {shares}" if shares > 1 else "all samples"
+    samples = "all samples"
+    if shares > 1:
+        samples = f"samples {share + 1} of {shares}"
     return (
         f'<rect class="c{share % len(_HUES)}" width="{_CELL_WIDTH}" height="{_CELL_HEIGHT}" rx="6"/>'
         f'<text class="b" x="10" y="20">rank {rank}</text><text class="s" x="10" y="37">{samples}</text>\n'

@@ -53,7 +53,8 @@ _MISTAKES: Final = (
     ),
 )
 """A phrase in the message of an exception from a step or a loader, and the note for it."""
-_MAX_LENGTH: Final = 400  # characters of a description
+_MAX_LENGTH: Final = 400
+"""Characters of a description of a batch."""
 
 
 def note_mistakes(error: BaseException, module: TrainModule) -> None:
@@ -127,7 +128,8 @@ def _describe_step(
     number = ""
     if step.f_code.co_argcount > 2:
         index = step.f_locals.get(other_names[0])
-        number = f" {index}" if isinstance(index, int) else ""
+        if isinstance(index, int):
+            number = f" {index}"
     shapes = printable(_describe_shapes(step.f_locals[batch]), _MAX_LENGTH)
     return f"{description}; batch{number}: {shapes}"
 

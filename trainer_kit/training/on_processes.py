@@ -27,7 +27,8 @@ def on_processes(trainer: Session, call: Callable[[int], _Result]) -> _Result:
 
     Returns rank 0's result. In the agent this never returns: its ranks run the script and reach the same call.
     """
-    if trainer.start is None:  # this process is a rank
+    # This process is a rank.
+    if trainer.start is None:
         return call(trainer.global_rank)
     if trainer.start == "agent":
         from trainer_kit.launch import run_agent
@@ -64,7 +65,9 @@ def run_on_processes(trainer: Session, stage: str, model: Any, *arguments: Any) 
     if stage == "fit":
         count_fit()
         trainer.end_continuation()
-    module = trainer.module if model is None else uncompiled(model)
+    module = trainer.module
+    if model is not None:
+        module = uncompiled(model)
     module.load_state_dict(state["weights"])
     trainer.running.take_result(state["restored_from"])
     trainer.show_module(module)
@@ -84,10 +87,10 @@ def run_on_processes(trainer: Session, stage: str, model: Any, *arguments: Any) 
 
 def _collect_result(trainer: Session) -> State:
     """What an entry point has changed, to be sent to the process that started this rank."""
+    # A pickled tensor keeps its device, which belongs to this rank. A sync point, at the end.
+    weights = move_to_device(dict(trainer.module.state_dict()), "cpu")
     return {
-        "weights": move_to_device(
-            dict(trainer.module.state_dict()), "cpu"
-        ),  # sync point: at the end
+        "weights": weights,
         "progress": trainer.progress.state_dict(),
         "restored_from": trainer.ckpt_path,
         "metrics": _metric_values(trainer),

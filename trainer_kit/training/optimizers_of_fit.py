@@ -77,9 +77,8 @@ def manual_stepper(run: Fit | None) -> ManualStepper:
     Raises:
         ConfigurationError: no fit runs, or it steps the optimizers itself.
     """
-    stepper = None if run is None else run.stepper
-    if isinstance(stepper, ManualStepper):
-        return stepper
+    if run is not None and isinstance(run.stepper, ManualStepper):
+        return run.stepper
     raise ConfigurationError(
         "manual_backward was called in automatic optimization",
         fix="set self.automatic_optimization = False in __init__",
@@ -119,6 +118,7 @@ def clip_optimizer_gradients(
             found=f"a {type(optimizer).__name__}",
             fix="call self.clip_gradients(self.optimizers(), 1.0), or pass one of them",
         )
+    # A limit on scaled gradients would depend on the scale; `step` does not unscale them a second time.
     precision.unscale_gradients(optimizer)
     strategy.clip_gradients(
         parameters_of(optimizer), value, algorithm or default_algorithm

@@ -13,10 +13,9 @@ def describe_memory(trainer: Session, stage: str) -> str:
     """The note for an out-of-memory error: what was used, and what needs less."""
     device = trainer.strategy.device
     ranks_here = max(1, trainer.environment.local_world_size)
-    peak, memory = (
-        in_units(memory_peak(device)),
-        in_units(device_memory(device, ranks_here)),
-    )
+    peak = in_units(memory_peak(device))
+    # On the CPU the ranks of a node share its memory.
+    memory = in_units(device_memory(device, ranks_here))
     usage = f"peak {peak} of {memory} on {device}"
     if stage != "fit":
         return (

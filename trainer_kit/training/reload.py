@@ -49,12 +49,15 @@ class LoaderReload:
         self._every = every
         progress = run.progress
         self._loaded_at = progress.epoch - progress.epoch % every
+        # Once more where an epoch begins: the uninterrupted run makes them there, with the generators that this
+        # checkpoint holds.
         if resumed and progress.epoch == self._loaded_at and not progress.epoch_batch:
             self._loaded_at -= every
 
     def begin_epoch(self) -> None:
         """Call the hooks that make the loaders, if they are due. Every rank must call it."""
         progress = self._run.progress
+        # Inside an epoch the loaders stay: the position counts their batches.
         if progress.epoch < self._loaded_at + self._every or progress.epoch_batch:
             return
         self._loaded_at = progress.epoch
@@ -89,8 +92,9 @@ class LoaderReload:
         trainer, run = self._trainer, self._run
         validation = run.validation
         validated = bool(validation.feeds)
+        # Those that were passed to `fit` had no batch, or `validation_step` is missing: both stay so.
         if not validated and self._val_loaders is not None:
-            return  # they had no batch, or validation_step is missing
+            return
         loaders = find_validation_loaders(
             trainer, run.module, self._datamodule, self._val_loaders
         )

@@ -41,6 +41,7 @@ def compose_forward_backward(
     )
     without_exchange = strategy.without_exchange()
     if replaying is not None:
+        # The window that is compared must be one forward and backward, which the loop alone runs.
         if runner.manual or stepper.evaluates or splitting is not None:
             raise ConfigurationError(
                 "ReplayCheck cannot repeat a step of this run",
@@ -79,6 +80,7 @@ def _obstacle_to_splitting(
 ) -> str | None:
     """Why a step of this run cannot be repeated in smaller parts; None if it can."""
     strategy = trainer.strategy
+    # The user's step has called backward, and perhaps stepped, before the ranks could agree that it is repeated.
     if runner.manual:
         return "manual optimization"
     if stepper.evaluates or stepper.by_loss is not None:
@@ -147,6 +149,7 @@ def _obstacle_to_rewinding(trainer: Session, run: Fit) -> str | None:
         return f"the engine {strategy.name}"
     if strategy.names_on_all_ranks():
         return f"the engine {strategy.name}"
+    # The steps that run again must read the same batches.
     if run.windows.feed.once:
         return "a loader that can be read only once"
     if trainer.reload_dataloaders_every_n_epochs:

@@ -69,6 +69,7 @@ class Running:
 
     def end(self, error: BaseException | None) -> None:
         """End it; ``error`` ended it early."""
+        # The fit stays: scripts read its counts, optimizers and callbacks after it, and the next one may continue it.
         self.stage = ""
         self.evaluation = None
         self.sanity_checking = False
@@ -100,7 +101,9 @@ class Running:
 
     def restore_from(self, source: Source | None) -> None:
         """Remember the checkpoint that is loaded."""
-        self.restored_from = None if source is None else str(source.path)
+        self.restored_from = None
+        if source is not None:
+            self.restored_from = str(source.path)
 
     def run_fit(self, fit: Fit, settler: Settler) -> None:
         """The fit is composed."""
@@ -133,5 +136,6 @@ class Running:
     def checking_sanity(self) -> Iterator[None]:
         """A context in which a few validation batches run before training."""
         self.sanity_checking = True
-        yield  # after an exception `end` resets it
+        # No `finally`: after an exception `end` resets it.
+        yield
         self.sanity_checking = False

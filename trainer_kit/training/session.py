@@ -155,7 +155,8 @@ class Session:
         self.val_dataloaders: Any = None
         self.test_dataloaders: Any = None
         self.predict_dataloaders: Any = None
-        self.note: _Note = nothing  # no report
+        # Without a report nothing is recorded.
+        self.note: _Note = nothing
         self.num_val_batches: list[int | float] = []
         self.num_sanity_val_batches: list[int | float] = []
         self.num_test_batches: list[int | float] = []
@@ -209,6 +210,7 @@ class Session:
     def begin_fit(self, run: Fit, settler: Settler) -> None:
         """The fit is composed."""
         self.running.run_fit(run, settler)
+        # Only the fit after a limit was moved continues the last one.
         self.continues = False
         self.count_batches("val", run.validation.counts)
 
@@ -225,6 +227,7 @@ class Session:
         self, environment: Environment, device: torch.device, processes: int
     ) -> None:
         """Continue in a process that was forked as one of these ranks of its node."""
+        # None: this process starts no others. The fork has copied the Trainer as the parent had composed it.
         self.start = None
         self.environment = environment
         self.processes = processes
@@ -271,7 +274,10 @@ class Session:
     @property
     def local_rank(self) -> int:
         """This process's rank on its node."""
-        return self.environment.local_rank if self.world_size > 1 else 0
+        # A process that a launcher has started may train alone.
+        if self.world_size == 1:
+            return 0
+        return self.environment.local_rank
 
     @property
     def node_rank(self) -> int:
@@ -347,7 +353,9 @@ class Session:
 
     def position(self) -> Position:
         """Where the running or last fit is, for the loop objects."""
-        batch_idx = 0 if self.run is None else self.run.windows.window.index
+        batch_idx = 0
+        if self.run is not None:
+            batch_idx = self.run.windows.window.index
         fits = self.state_verb == "fit"
         return Position(self.progress, self.metrics.hook, batch_idx, fits)
 
@@ -360,9 +368,13 @@ class Session:
         """
         self.settings = self.settings.with_limit(name, value)
         if self.state_verb == "fit" and self.run is not None:
-            number = None if value == -1 else value
+            number = value
+            if value == -1:
+                number = None
             self.run.schedule.set_limit(name, number)
-            self.requests.wake()  # it may be reached
+            # It may be reached at this very step.
+            self.requests.wake()
+        # A limit that is moved between two fits is Lightning's way to train on.
         self.continues = not self.state_verb and self.progress.step > 0
 
     @property
@@ -431,7 +443,9 @@ class Session:
     @property
     def max_steps(self) -> int:
         """The limit in steps, or -1."""
-        return -1 if self.settings.max_steps is None else self.settings.max_steps
+        if self.settings.max_steps is None:
+            return -1
+        return self.settings.max_steps
 
     limit_train_batches = Limit()
     """Batches of a training epoch, or a fraction of them."""
@@ -465,12 +479,16 @@ class Session:
     @property
     def gradient_clip_val(self) -> float | None:
         """The largest gradient norm or value; None for no clipping."""
-        return None if self.settings.clip is None else self.settings.clip[0]
+        if self.settings.clip is None:
+            return None
+        return self.settings.clip[0]
 
     @property
     def gradient_clip_algorithm(self) -> str | None:
         """``"norm"`` or ``"value"``; None for no clipping."""
-        return None if self.settings.clip is None else self.settings.clip[1]
+        if self.settings.clip is None:
+            return None
+        return self.settings.clip[1]
 
     @property
     def log_every_n_steps(self) -> int:
@@ -507,7 +525,8 @@ class Session:
         self, reason: str, request: CheckpointRequest | None = None
     ) -> None:
         """Request a checkpoint, saved after everything else of this step."""
-        if not self.settings.fast:  # fast_dev_run writes nothing
+        # `fast_dev_run` writes nothing.
+        if not self.settings.fast:
             self.requests.ask_checkpoint(reason, request)
 
     def request_validation(self, reason: str) -> None:
@@ -519,6 +538,7 @@ class Session:
         """Whether validation runs at this step; requests of other ranks are unknown until the ranks agree."""
         if self.run is None or not self.run.validation.feeds:
             return False
+        # With several ranks a request is settled after an agreement, which may be many steps away.
         is_requested = self.requests.validation is not None and self.world_size == 1
         return is_requested or self.run.schedule.owes_validation(self.progress)
 
@@ -561,7 +581,9 @@ class Session:
 
         None if the loader does not draw indices: for a stream, a list of batches, or several loaders read together.
         """
-        return None if self.evaluation is None else self.evaluation.indices
+        if self.evaluation is None:
+            return None
+        return self.evaluation.indices
 
     @property
     def train_dataloader(self) -> Any:
@@ -593,6 +615,7 @@ class Session:
         loaders = self.load_train()
         if loaders is None:
             return 0
+        # Without an agreement of the ranks: a user may read this on one rank alone. The fit measures it again.
         _, length = training_feed(
             loaders,
             self.settings,
@@ -625,6 +648,7 @@ class Session:
                 found=self.state_verb,
             )
         self.callback_list.configure(callbacks)
+        # One of them may be a `GradientAccumulation`.
         self.read_accumulation()
 
     @property
@@ -669,14 +693,18 @@ class Session:
                 "loggers cannot change while an entry point runs", found=self.state_verb
             )
         loggers = check_loggers(loggers)
-        if self.settings.fast:  # fast_dev_run writes nothing
+        # `fast_dev_run` writes nothing.
+        if self.settings.fast:
             loggers = []
         self.files.replace_loggers(loggers)
 
     @property
     def logger(self) -> Any:
         """The first logger, or None; with ``fast_dev_run`` a `DummyLogger`, which accepts calls and writes nothing."""
-        return DummyLogger() if self.settings.fast else next(iter(self.loggers), None)
+        # Modules call methods of the logger: with None, a quick try would fail where the real run does not.
+        if self.settings.fast:
+            return DummyLogger()
+        return next(iter(self.loggers), None)
 
     @logger.setter
     def logger(self, logger: Any) -> None:
@@ -699,7 +727,9 @@ class Session:
     @property
     def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
         """The schedulers of the running fit, with their intervals."""
-        return [] if self.run is None else self.run.stepper.configured.schedulers
+        if self.run is None:
+            return []
+        return self.run.stepper.configured.schedulers
 
     @property
     def precision(self) -> str:
@@ -727,6 +757,7 @@ class Session:
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
         """The values last sent to the loggers, by name, on the CPU."""
+        # Copies on the CPU: they stay as they are when the next values are logged.
         return {
             name: torch.tensor(value) for name, value in self.metrics.logged.items()
         }
@@ -747,10 +778,13 @@ class Session:
 
     def reset(self) -> None:
         """Reset counts, values and requests of an earlier fit."""
-        self.trained_before = 0 if self.continues else self.progress.step
+        self.trained_before = 0
         if not self.continues:
+            # A second fit has new optimizers, so its counts begin at 0, too.
+            self.trained_before = self.progress.step
             self.progress.load_state_dict(Progress().state_dict())
-        elif self.run is not None:  # an exception may have left it inside a window
+        elif self.run is not None:
+            # An exception may have left the last fit inside a window.
             self.progress.load_state_dict(completed_progress(self.run))
         self.metrics.forget(suspended=not self.continues)
         self.requests.clear()
@@ -762,10 +796,11 @@ class Session:
 
     def read_accumulation(self) -> None:
         """Set the length of the first window from the callbacks of this fit."""
+        # The callback sets it again when an epoch starts; loaders and optimizers are made before that.
         counting = self.accumulation_callback
-        self.accumulation = (
-            1 if counting is None else counting.get_accumulate_grad_batches(0)
-        )
+        self.accumulation = 1
+        if counting is not None:
+            self.accumulation = counting.get_accumulate_grad_batches(0)
 
     def save_checkpoint(
         self,
@@ -840,7 +875,10 @@ class Session:
     @property
     def log_dir(self) -> str:
         """Where the first logger writes, or without one `default_root_dir`; the same on every rank."""
-        return str(self.run_dir) if self.files.loggers else self.files.root
+        # Not by this rank's loggers: ranks other than 0 may have none that writes.
+        if self.files.loggers:
+            return str(self.run_dir)
+        return self.files.root
 
     @property
     def run_dir(self) -> Path:
@@ -896,11 +934,13 @@ class Session:
         if self.options.is_silent:
             return
         self.note("note", line)
-        self.print(line)  # looked up at each call: a script may replace `trainer.print`
+        # Looked up at each call: a script may replace `trainer.print`.
+        self.print(line)
 
     # -- attributes of Lightning's Trainer that this one lacks --------------------------------------------------
 
-    if not TYPE_CHECKING:  # a checker knows all attributes
+    # A type checker knows all attributes, and would accept any name with this method.
+    if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
             # Where the class has the name, a property has raised an AttributeError.

@@ -66,7 +66,9 @@ class Settings:
                 found=f"fit_loop.{name} = {value!r}",
                 fix="pass -1 for no limit",
             )
-        number = None if value == -1 else value
+        number = value
+        if value == -1:
+            number = None
         if name == "max_epochs":
             return replace(self, max_epochs=number, endless=value == -1)
         return replace(self, max_steps=number)
@@ -103,11 +105,14 @@ class Settings:
 
 def _window_count(batches: float, accumulation: int) -> float:
     """The number of accumulation windows of so many micro-batches; the last one may be short."""
-    return batches if batches == math.inf else math.ceil(batches / accumulation)
+    if batches == math.inf:
+        return batches
+    return math.ceil(batches / accumulation)
 
 
 def _steps_of_batches(limit: float, epoch_batches: float, accumulation: int) -> float:
     """The optimizer steps of ``limit`` micro-batches: each epoch ends its last window early."""
+    # Windows do not reach over the end of an epoch, so every epoch is rounded up by itself.
     if not 0 < epoch_batches < math.inf:
         return _window_count(limit, accumulation)
     epochs, last_batches = divmod(limit, epoch_batches)
@@ -149,7 +154,10 @@ def make_settings(
     **switches: Any,
 ) -> Settings:
     """Validate every argument; `ConfigurationError` names the invalid one."""
-    fast = int(fast_dev_run) if isinstance(fast_dev_run, bool) else fast_dev_run
+    # True is one batch; of another type than int and bool, `_check_minimum` names it.
+    fast = fast_dev_run
+    if isinstance(fast_dev_run, bool):
+        fast = int(fast_dev_run)
     log_every = _in_unit("log_every_n_steps", log_every_n_steps, "st")
     val_epochs = _in_unit("check_val_every_n_epoch", check_val_every_n_epoch, "ep")
     for name, value, minimum in (
@@ -171,6 +179,8 @@ def make_settings(
     epochs, duration = _length(
         max_epochs, max_duration, bounded=max_steps >= 0 or max_time is not None
     )
+    # A quick try of everything overrides what would make it long, or skip a part; the arguments are checked all the
+    # same.
     if fast:
         epochs, max_steps, duration = 1, fast, None
         checked_limits = dict.fromkeys(checked_limits, fast)
@@ -249,7 +259,8 @@ def _check_compile(options: Mapping[str, Any]) -> None:
             warnings.simplefilter("ignore")
             # It only builds the wrapper: a wrong backend, mode or option is an error before the first batch.
             torch.compile(lambda: None, **options)
-    except Exception as error:  # of many classes, by backend
+    # Of many classes, by backend.
+    except Exception as error:
         raise ConfigurationError(
             "torch.compile rejects these arguments",
             found=f"compile={dict(options)!r}: {str(error).strip().splitlines()[0]}",
@@ -275,7 +286,10 @@ def _length(
     max_epochs: int | None, max_duration: DurationLike | None, bounded: bool
 ) -> tuple[int | None, Duration | None]:
     """The limit in epochs, and the one in another unit; 1000 epochs if neither limit is set."""
-    duration = None if max_duration is None else Duration.parse(max_duration)
+    duration: Duration | None = None
+    if max_duration is not None:
+        duration = Duration.parse(max_duration)
+    # A fraction of the run has no meaning for its length.
     if duration is not None and duration.unit == "dur":
         raise ConfigurationError(
             "max_duration is the whole run, not a fraction of it", found=str(duration)
@@ -285,9 +299,12 @@ def _length(
         if max_epochs is not None and max_epochs != -1:
             epochs = min(epochs, max_epochs)
         return epochs, None
+    # Lightning's default.
     if max_epochs is None and duration is None and not bounded:
         return 1000, None
-    return None if max_epochs == -1 else max_epochs, duration
+    if max_epochs == -1:
+        return None, duration
+    return max_epochs, duration
 
 
 def _clip(value: float | None, algorithm: str | None) -> tuple[float, str] | None:
@@ -301,6 +318,7 @@ def _clip(value: float | None, algorithm: str | None) -> tuple[float, str] | Non
             found=repr(algorithm),
             fix="use norm or value",
         )
+    # 0 clips nothing, as in Lightning.
     if not value:
         return None
     return value, algorithm or "norm"
@@ -314,7 +332,9 @@ def _check_minimum(name: str, value: object, minimum: int) -> None:
     if value is None and name not in ("max_steps", "num_nodes"):
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        fix = _suggest_number(name, value) if isinstance(value, str) else None
+        fix = None
+        if isinstance(value, str):
+            fix = _suggest_number(name, value)
         raise ConfigurationError(
             f"{name} must be a whole number from {minimum}", found=repr(value), fix=fix
         )
@@ -412,4 +432,6 @@ def _plain(value: object) -> Any:
         if hasattr(value, name):
             return str(getattr(value, name))
     text = str(value)
-    return type(value).__qualname__ if text == object.__repr__(value) else text
+    if text == object.__repr__(value):
+        return type(value).__qualname__
+    return text

@@ -1,6 +1,20 @@
 """Settles requests between two steps: flush, validate, save, stop. Callbacks make requests; the loop acts here.
 
-Every rank settles at the same step.
+Every rank enters the same exchanges in the same order. Whether it does is decided by three kinds of facts:
+
+- What progress alone says (`trainer_kit.step.schedule`): limits, validations, flushes of logged values, the ends of
+  epochs of a known length, and the steps at which ranks agree. Every rank knows these without asking.
+- What the last agreement has brought (``_exchange_requests``, every 50 steps, and after each validation and epoch):
+  requests of hooks, a save that has ended, seconds of training, skipped steps.
+- What the last look at signals has brought (``_exchange_signals``, about once a second in between): signals, seconds.
+  They may end a run at any step, and a run with slow steps must not answer a batch system only after 50 of them.
+
+A request or a signal of one rank wakes that rank alone (`Settler.wake`): it may enter `Settler.settle_step` where no
+other rank does. What it knows alone decides nothing there, so it enters no exchange.
+
+The order within a step follows from what reads what. Losses are checked before their step is published. A validation
+comes before the schedulers and checkpoints that read its values. Everything that changes the state comes before the
+save. A signal comes last, because it ends the run with a checkpoint of a complete step.
 """
 
 from __future__ import annotations
@@ -79,6 +93,7 @@ class _Pace:
         now = time.monotonic()
         steps, seconds = step - self._step, now - self._time
         self._step, self._time = step, now
+        # Two looks may fall into one tick of the clock.
         return steps / max(seconds, 1e-6)
 
 
@@ -104,9 +119,13 @@ class Settler:
         self.epoch_is_whole = False
         self._clock = _TrainingClock(run.progress, run.strategy.world.size == 1)
         self._pace = _Pace()
-        self._exchanges_signals_at = _NEVER  # several ranks only; chosen by pace
+        # Of several ranks, the step of the next look at signals, which rank 0's pace decides for all of them.
+        self._exchanges_signals_at = _NEVER
+        # A step is validated once, although an interval, a request and the end of the epoch may all ask for it.
         self._validated_at = -1
-        self._checked_until = 0  # the losses of these steps were looked at
+        # The losses up to this step were looked at.
+        self._checked_until = 0
+        # A stop request that waits for a minimum is printed once.
         self._stop_is_deferred = False
         # Whether a step is known to have had a gradient on any rank.
         self._has_trained = False
@@ -115,6 +134,7 @@ class Settler:
 
     def wake(self) -> None:
         """Settle at the end of this step."""
+        # Called by signal handlers and other threads, too: one assignment, which nothing can interrupt half-way.
         self.due = 0
 
     def continue_from(self, state: Mapping[str, Any]) -> None:
@@ -141,6 +161,7 @@ class Settler:
     def starts_training(self) -> bool:
         """Whether training starts: no limit is reached, and no stop request is granted before the first step."""
         run = self.run
+        # Hooks of the start may have requested a stop, on some ranks only.
         self._exchange_requests()
         limit = run.schedule.finished(run.progress)
         if limit is None:
@@ -155,13 +176,16 @@ class Settler:
         """Start the clock, and look for the first step at which something is due."""
         self._clock.start()
         # Requests made between the epochs are settled after the first step.
-        self.due = 0 if any(self.run.requests.pending) else self._next_due()
+        self.due = self._next_due()
+        if any(self.run.requests.pending):
+            self.wake()
         if self.guard is not None:
             self.guard.hold(self.run, self.owes_validation)
 
     def settle_resume(self) -> bool:
         """Run a validation that was still due when the checkpoint was saved. Returns whether to leave the epoch."""
         run = self.run
+        # In the order of `settle_step`: validation, schedulers, stop, checkpoint.
         if not self._owes_validation or not run.validation.feeds:
             self._advance_waiting()
             return False
@@ -169,6 +193,7 @@ class Settler:
         self._validate()
         self._exchange_requests()
         self._advance_waiting()
+        # `settle_epoch` follows at once, and grants a stop when the epoch is counted.
         if run.schedule.epoch_is_over(run.progress):
             return False
         leaves = self._grants_stop()
@@ -214,8 +239,10 @@ class Settler:
         if is_last and not schedule.length.certain:
             # If the epoch goes on, what was put off until its end is settled there.
             self.due = progress.step + 1
+        # The save in flight ended after the check above; its thread has woken the loop before `due` was set.
         if run.saver.ended and run.strategy.world.size == 1:
-            self.wake()  # it ended after the check above
+            self.wake()
+        # Only a state whose losses are known to be finite is worth going back to.
         is_checked = self._checked_until == progress.step
         if self.guard is not None and is_checked and not is_last and not leaves:
             self.guard.hold(run, self.owes_validation)
@@ -247,6 +274,7 @@ class Settler:
         self._clock.stop()
         # A validation, and the checkpoint that follows it, must not be of weights that a bad loss has spoiled.
         self.check_finite()
+        # At an epoch that a limit or a stop has left early, the next run validates when the epoch is complete.
         validates = completed and schedule.validates_at_epoch_end(progress)
         if validates and self._validated_at != progress.step:
             self._validate()
@@ -261,6 +289,7 @@ class Settler:
         self.check_trained(over=False)
         # Schedulers that monitor a value have it now: the validation and the hooks of the epoch are over.
         run.stepper.advance_waiting()
+        # An epoch that was left early is not counted: a run that resumes goes on inside it, with its sums.
         if completed:
             run.stepper.end_epoch(progress.epoch + 1)
             progress.epoch += 1
@@ -271,7 +300,8 @@ class Settler:
         self._validate_on_request()
         self.save_requested()
         self._leave_on_signal()
-        if is_empty:  # every later epoch would be empty too
+        # Every later epoch would be empty too.
+        if is_empty:
             if progress.batch == 0:
                 raise _no_batch(run)
             run.say("the training loader returned no batch: training ends here")
@@ -281,8 +311,9 @@ class Settler:
     def settle_stop(self) -> None:
         """Print the stop request that ended training; drop a request whose minimum was not reached."""
         run, requests = self.run, self.run.requests
+        # A limit came first: the record of the run must not name a request that was not granted.
         if not run.schedule.may_stop(run.progress):
-            requests.drop_stop()  # a limit came first
+            requests.drop_stop()
         if requests.stop is not None:
             run.say(f"stopped after step {run.progress.step}: {requests.stop}")
 
@@ -293,6 +324,7 @@ class Settler:
 
     def save_requested(self, last: bool = False) -> bool:
         """Save one state for all checkpoint requests of this step; see `trainer_kit.state.saving.save_requested`."""
+        # A run that went to NaN must not overwrite its last good checkpoint.
         if self.run.requests.checkpoints:
             self.check_finite()
         return save_requested(self.run, last, self.guard)
@@ -306,8 +338,9 @@ class Settler:
         step, published = run.progress.step, self._checked_until
         if step == published:
             return
+        # The scaler skips overflowed steps and adapts the scale: too early to judge.
         if run.precision.scales and step - published < _MAX_OVERFLOWS:
-            return  # the scaler skips overflowed steps and adapts the scale: too early to judge
+            return
         self._checked_until = step
         rows = [list(run.runner.losses.first_bad() or _ALL_FINITE)]
         if world.size > 1:
@@ -391,15 +424,18 @@ class Settler:
         """Reduce and publish the logged values of this step, and check the losses, where they are due."""
         run, schedule = self.run, self.run.schedule
         flushes = schedule.flushes(run.progress)
+        # With a guard before the values are published: it may leave this step out.
         if self.guard is not None and (
             agrees or flushes or schedule.owes_validation(run.progress)
         ):
-            self.check_finite()  # before values of a step that may be skipped are published
+            self.check_finite()
+        # Without one afterwards: the flush has waited for the device, so that reading the losses costs no other wait.
+        # Where nothing is flushed, often enough to bound the number of stored losses.
         if flushes:
             self._publish(run.metrics.flush_step(run.windows.window.batch is not None))
             self.check_finite()
         elif agrees and run.progress.step - self._checked_until >= LONGEST:
-            self.check_finite()  # bounds the number of stored losses
+            self.check_finite()
 
     def _validate(self) -> None:
         """Run validation, without an effect on the training that follows."""
@@ -420,7 +456,8 @@ class Settler:
             self._owes_validation = True
             raise
         self._publish(reduced)
-        self._clock.start()  # validation is not training time
+        # Validation is not training time.
+        self._clock.start()
 
     def _validate_on_request(self) -> None:
         """Run the validation that a hook of the epoch requested."""
@@ -436,7 +473,9 @@ class Settler:
         """Call the hooks of the end of an epoch, and publish its values."""
         run = self.run
         run.metrics.suspend()
-        reduced = run.metrics.flush_epoch(has_run)  # before the hooks, which read it
+        # Before the hooks, which read the values. What hooks log is added; late listeners, which come after the others
+        # have been added, see all of it.
+        reduced = run.metrics.flush_epoch(has_run)
         for listeners in (run.bus.on_train_epoch_end, run.bus.on_train_epoch_end_late):
             for hook in listeners:
                 hook()
@@ -464,8 +503,9 @@ class Settler:
         if not stepper.waiting:
             return
         may_be_last = not schedule.length.certain or schedule.epoch_is_over(progress)
-        if not (may_be_last and schedule.validates_at_epoch_end(progress)):
-            stepper.advance_waiting()
+        if may_be_last and schedule.validates_at_epoch_end(progress):
+            return
+        stepper.advance_waiting()
 
     # -- agreement of ranks --------------------------------------------------------------------------------------
 
@@ -499,6 +539,8 @@ class Settler:
         # Signals that arrive after this wait for the next agreement.
         requests.leave_on(int(max(signals)))
         if any(stops) or any(validations):
+            # A second exchange, for text of any length, only where there is a request. Of several ranks the reason of
+            # the first one counts, so that logs and reports of all ranks name the same.
             reasons = world.all_gather_object((requests.stop, requests.validation))
             stop = next((reason for reason, _ in reasons if reason), None)
             validation = next((reason for _, reason in reasons if reason), None)
@@ -550,12 +592,17 @@ class Settler:
         """Save and end the run after a signal; with several ranks, once they have agreed on it."""
         run, requests = self.run, self.run.requests
         alone = run.strategy.world.size == 1
-        number = requests.signal if alone else requests.leaving
+        number = requests.leaving
+        if alone:
+            number = requests.signal
         if not number:
             return
+        # On every rank, also on those that got no signal: all of them end with the same exit code.
         requests.replace_signal(number)
         name = signal.Signals(number).name
-        outcome = self._save_on_signal(name) if run.checkpoints else "nothing to save"
+        outcome = "nothing to save"
+        if run.checkpoints:
+            outcome = self._save_on_signal(name)
         # As a shell reports a process that a signal has ended.
         exit_code = f"exiting {128 + number}"
         if number == signal.SIGINT:

@@ -15,6 +15,7 @@ def set_switches(
     switches: Mapping[str, bool | str | None],
 ) -> Callable[[BaseException | None], None]:
     """Set torch's switches to the Trainer's arguments of their names; returns a function that restores them."""
+    # The switches are the process's: what runs after this entry point, such as another Trainer, must find its own.
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     anomaly = torch.is_anomaly_enabled()

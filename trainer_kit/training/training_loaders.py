@@ -29,6 +29,7 @@ class TrainingLoaders:
 
     def load(self, find: Callable[[], Loaders | None]) -> Loaders | None:
         """The loaders, or None; the first call gets them with ``find``."""
+        # Once: a second `train_dataloader()` would make other loaders, with workers and generators of their own.
         if self.loaders is None:
             self.loaders = find()
         return self.loaders

@@ -35,6 +35,8 @@ def trial_session(
         options: by default the Trainer's.
         root: where a trial that writes checkpoints writes them; by default where the Trainer writes.
     """
+    # A strategy and a precision hold the state of their fit (wrappers, scales), so a trial gets its own. The strategy's
+    # copy is shallow: process groups cannot be copied.
     sharded_alternative = None
     if strategy is None:
         strategy = copy.copy(trainer.strategy)
@@ -44,6 +46,7 @@ def trial_session(
     trial = object.__new__(type(trainer))
     # A subclass has attributes of its own. `copy.copy` would call `__getstate__`, which drops the running fit.
     vars(trial).update(vars(trainer))
+    # Everything that the trial may change is made anew here; what remains of the update is the subclass's.
     Session.__init__(
         trial,
         settings=settings,

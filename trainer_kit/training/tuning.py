@@ -71,6 +71,8 @@ def tune_callbacks(
         trainer.say(f"fast_dev_run: {names} not run")
         return
     for callback in tuners:
+        # Loaders and optimizers are created with these values, so they are restored here, ahead of the rest of the
+        # checkpoint; another result of a new search would change the run.
         state: SavedState | None = None
         if saved is not None:
             state = (saved.get("callbacks") or {}).get(callback.state_key, {})
