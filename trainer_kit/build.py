@@ -179,6 +179,7 @@ def choose_strategy(
     Returns:
         The strategy; processes on this node; and None (run here), ``"agent"`` or ``"fork"``.
     """
+    # Before devices are counted: torch does not list those of torch_xla.
     xla_strategy = _strategy_of_xla(strategy, accelerator)
     if xla_strategy is not None:
         return xla_strategy, 1, None
@@ -227,6 +228,8 @@ def _count_processes(
                 fix=f"torchrun --nnodes {num_nodes} --nproc-per-node {on_node} ... train.py",
             )
         return _Processes(on_node, requested, train_alone=False)
+    # With devices="auto" the launcher's number counts. One device in each of several launched processes is a run of its
+    # own in each.
     is_explicit = devices not in ("auto", -1, "-1")
     if is_explicit and on_node == 1 and environment.local_world_size > 1:
         return _Processes(on_node, requested, train_alone=True)
@@ -301,6 +304,7 @@ def _choose_launch(
 
 def sharded_alternative(word: object, strategy: Strategy) -> Strategy | None:
     """What replaces ``strategy`` for ``"auto"`` if the model does not fit; None: it is final."""
+    # An engine that the launcher has selected stays, whatever fits.
     if word != "auto" or strategy.engine != "ddp":
         return None
     return make_strategy("fsdp", strategy.device)
@@ -521,6 +525,7 @@ def choose_loggers(logger: object, root: str) -> list[LoggerLike]:
     """
     if logger is False:
         return []
+    # Objects may write anywhere; only what is created here would write below the root.
     if is_url(root) and (logger in (None, True) or isinstance(logger, str)):
         raise ConfigurationError(
             "loggers write to local directories only",
@@ -595,6 +600,7 @@ def added_callbacks(
         return any(isinstance(callback, kind) for callback in user_callbacks)
 
     added: list[Callback] = []
+    # 1 is the default: without a callback a step has one micro-batch, and pays nothing for accumulation.
     if accumulation != 1:
         if has(callbacks.GradientAccumulation):
             raise ConfigurationError(

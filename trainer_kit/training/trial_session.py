@@ -46,7 +46,7 @@ def trial_session(
     trial = object.__new__(type(trainer))
     # A subclass has attributes of its own. `copy.copy` would call `__getstate__`, which drops the running fit.
     vars(trial).update(vars(trainer))
-    # Everything that the trial may change is made anew here; what remains of the update is the subclass's.
+    # This creates everything that the trial may change; what remains of the update is the subclass's.
     Session.__init__(
         trial,
         settings=settings,

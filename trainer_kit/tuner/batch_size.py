@@ -100,6 +100,7 @@ class _Attempt:
     def watch(self, run: Fit) -> Fit:
         """See `run_trial`."""
         feed = run.windows.feed
+        # ``drop_last=True`` leaves no batch of a dataset that is smaller than one.
         if feed.length == 0:
             raise _TooLarge("the data have fewer samples")
         if feed.per_rank_batch_size not in (None, self.size):
@@ -110,6 +111,7 @@ class _Attempt:
             )
         run.bus.add_listener("on_train_step_end", lambda: self._check_full_batch(run))
         self.world = run.strategy.world
+        # A single rank may fail anywhere: no other one waits for it.
         if self.world.size == 1:
             return run
         without_exchange = run.strategy.without_exchange()
@@ -222,6 +224,7 @@ class SizeSearch:
                     reason = f"with {size}, {problem}"
                 else:
                     good = size
+                # Without a limit a small model on a large device would be tried with ever larger sizes.
                 if good == self.largest:
                     reason = f"max_val={self.largest}"
                     break
@@ -245,6 +248,7 @@ class SizeSearch:
 
     def _is_over(self, good: int, bad: int) -> bool:
         """Whether no further size is tried."""
+        # A single sample does not fit.
         if bad == 1:
             return True
         if not good or not bad:

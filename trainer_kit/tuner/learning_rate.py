@@ -231,6 +231,8 @@ class RangeTest:
         self.losses: list[float] = []
         self._mean = 0.0
         self._lowest = math.inf
+        # Accumulation decides which batches a step has, and a split batch makes a step possible; other callbacks would
+        # have effects.
         keeps = ("get_accumulate_grad_batches", "splits_batches")
         steps = len(self.rates)
         run_trial(
@@ -264,6 +266,7 @@ class RangeTest:
             ratios = [base / bases[0] for base in bases]
 
         def set_rates(optimizer: Optimizer) -> None:
+            # The ratios that the user gave the groups stay; the first group gets the rate of the test.
             for group, ratio in zip(groups, ratios, strict=True):
                 rate = self.rates[run.progress.step] * ratio
                 # In place: the rate of a capturable optimizer is part of a graph.

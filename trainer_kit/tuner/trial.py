@@ -123,6 +123,7 @@ def run_trial(
     )
     if isinstance(loaders, DataModule):
         loaders, datamodule = None, loaders
+    # The shared datasets may draw from generators of their own, which `preserved_rng` does not know.
     generators: list[RandomGenerator] = []
     states: list[SourceState] = []
     with preserved_rng(trainer.strategy.device):
@@ -143,9 +144,11 @@ def run_trial(
                 states = generator_states(generators)
                 run = entry.compose_fit(None, None, False)
                 watched_run = watch(run)
+                # Ctrl-C and SIGTERM end a search at the end of its step, as they end a fit.
                 with listening(trial.requests):
                     fit(watched_run, entry.settler)
                 entry.finish()
+        # Also after an exception: what a trial leaves is discarded with its copies, except for these.
         finally:
             restore_generators(generators, states)
             release_copies()
