@@ -12,9 +12,9 @@ Every rank enters the same exchanges in the same order. Whether it does is decid
 A request or a signal of one rank wakes that rank alone (`Settler.wake`): it may enter `Settler.settle_step` where no
 other rank does. What it knows alone decides nothing there, so it enters no exchange.
 
-The order within a step follows from what reads what. Losses are checked before their step is published. A validation
-comes before the schedulers and checkpoints that read its values. Everything that changes the state comes before the
-save. A signal comes last, because it ends the run with a checkpoint of a complete step.
+The order within a step follows from what reads what. A validation comes before the schedulers and checkpoints that read
+its values. Everything that changes the state comes before the save. A signal comes last, because it ends the run with a
+checkpoint of a complete step.
 """
 
 from __future__ import annotations
