@@ -221,6 +221,7 @@ class _Evaluated(Classifier):
 
 
 def _samples(count: int) -> TensorDataset:
+    # From a generator of their own: the samples do not depend on what the run before has drawn.
     draw = torch.Generator().manual_seed(1)
     return TensorDataset(
         torch.randn(count, 8, generator=draw),
@@ -260,6 +261,7 @@ def fit(
         save: the path of a checkpoint to write at the end.
         options: arguments of the Trainer.
     """
+    # The same initial weights under each strategy, also where `configure_model` builds them later.
     torch.manual_seed(7)
     module = make()
     settings = {
@@ -320,6 +322,7 @@ def continues(
         devices = world
         if alone:
             devices = 1
+        # One process trains on rank 0, while the others wait at the barrier.
         if not alone or torch.distributed.get_rank() == 0:
             path = f"{directory}/{name}"
             fit(
@@ -404,6 +407,7 @@ def _compare(
             assert trainer.world_size == world, (
                 "the strategy does not train on all ranks"
             )
+            # A batch of one process is the batches of all data ranks together: the steps have the same samples.
             alone, expected = fit(
                 "auto",
                 make,
@@ -421,6 +425,7 @@ def _compare(
 
 
 def _accumulation_and_clipping(strategy: _StrategyFactory, precision: str) -> None:
+    # The norm that is clipped is that of the whole gradient, over all shards and after all micro-batches.
     limits: Keywords = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     _compare(strategy, precision, Classifier, [72], **limits)
 
@@ -454,6 +459,7 @@ def _uneven_named_losses(strategy: _StrategyFactory, precision: str) -> None:
 
 
 def _uneven_by_hand(strategy: _StrategyFactory, precision: str) -> None:
+    # Every backward exchanges gradients, so a rank without samples must call each of them.
     _compare(strategy, precision, _ByHand, [19, 1])
 
 
@@ -512,10 +518,12 @@ def _evaluation(strategy: _StrategyFactory, precision: str) -> None:
 
 
 def _frozen_parts(strategy: _StrategyFactory, precision: str) -> None:
+    # An engine that exchanges gradients in buckets must not wait for those of frozen parameters.
     _compare(strategy, precision, _Frozen, [24], accumulate_grad_batches=2)
 
 
 def _named_losses(strategy: _StrategyFactory, precision: str) -> None:
+    # One forward and two backward passes, each into the parameters of its own optimizer alone.
     _compare(
         strategy,
         precision,
@@ -527,6 +535,7 @@ def _named_losses(strategy: _StrategyFactory, precision: str) -> None:
 
 
 def _manual_optimization(strategy: _StrategyFactory, precision: str) -> None:
+    # Two forward and two backward passes in a batch, each followed by a step of another optimizer.
     _compare(strategy, precision, _ByHand, [24])
 
 
