@@ -229,6 +229,7 @@ def _compose_steps(
     stepper = automatic or ManualStepper(
         optimizers, module, strategy, precision, bus, windows
     )
+    # A mean over batches weights each one as its step does: by the samples that the feed counts, or by `loss_weight`.
     trainer.metrics.use_sizes_of(feed if windows.loss_weight is None else None)
     return _Steps(windows, runner, stepper)
 
@@ -249,6 +250,7 @@ def load_training(trainer: Session, loaders: Loaders) -> tuple[Feed, EpochLength
 
 def _connect(trainer: Session, run: Fit) -> None:
     """Connect the callbacks with the composed fit."""
+    # The schedule knows their intervals, so they are called at their own steps only, and cost the other steps nothing.
     for callback in trainer.callbacks:
         if isinstance(callback, ActsAtIntervals) and callback.acts_every is not None:
             act = partial(callback.act, trainer, run.module)

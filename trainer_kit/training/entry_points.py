@@ -403,7 +403,9 @@ class EntryPoint:
         # Now, and not hours later at the first save.
         if run.checkpoints:
             check_saveable(trainer, run)
+        # Requests of earlier hooks are looked at before the first step; from here on each one wakes the loop.
         run.requests.begin_loop(settler.wake)
+        # After `on_exception` of the callbacks, which may request a checkpoint.
         self.teardown.failed.append(self._save_after)
         in_eval = trainable_in_eval(self.module)
         if in_eval:
@@ -506,6 +508,7 @@ class EntryPoint:
             self.module.strict_loading,
             trainer.settings.global_batch_size,
         )
+        # Rank 0 alone logs, and continues the runs of its trackers.
         if trainer.is_global_zero:
             files.continue_logging(state.get("loggers", {}))
         # The step is known only now, when the counts are restored.
@@ -559,6 +562,7 @@ class EntryPoint:
 
     def finish(self) -> None:
         """Call ``on_fit_end``, and save the checkpoints that the last hooks requested."""
+        # No step follows at which the loop would settle them.
         for hook in self.bus.on_fit_end:
             hook()
         if self.trainer.running.settler is not None:

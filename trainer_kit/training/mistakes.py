@@ -98,6 +98,7 @@ def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
 def _is_step(frame: FrameType, module: object) -> bool:
     if frame.f_code.co_name not in _STEPS:
         return False
+    # By the object: submodules may have methods of these names, which the Trainer does not call.
     names = frame.f_code.co_varnames
     return len(names) > 1 and frame.f_locals.get(names[0]) is module
 
@@ -111,6 +112,7 @@ def _describe_step(
 ) -> str:
     """The step, the innermost layer that the exception passed through, and the shapes of the batch."""
     description = f"in {type(module).__name__}.{step.f_code.co_name}"
+    # From the innermost frame outwards, to the first one that is a method of a named layer.
     names = {id(layer): name for name, layer in module.named_modules() if name}
     for frame in reversed(inner_frames):
         layer = frame.f_locals.get("self")

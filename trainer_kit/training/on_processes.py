@@ -60,6 +60,7 @@ def run_on_processes(trainer: Session, stage: str, model: Any, *arguments: Any) 
             return None
         return {"result": result, **_collect_result(trainer)}
 
+    # It counts as interrupted until the ranks have sent their result: a rank that dies sends none.
     trainer.running.begin_elsewhere(stage)
     state = on_processes(trainer, on_rank)
     if stage == "fit":
@@ -77,6 +78,7 @@ def run_on_processes(trainer: Session, stage: str, model: Any, *arguments: Any) 
         _metric_values(trainer), state["metrics"], strict=True
     ):
         values.update(values_of_rank)
+    # The ranks were forked from this process, so they have its callbacks, in its order.
     for callback, callback_state in zip(
         trainer.callbacks, state["callbacks"], strict=True
     ):

@@ -70,6 +70,7 @@ class LoaderReload:
         windows = run.windows
         trainer.training_loaders.forget()
         feed, length = load_training(trainer, trainer.load_train())
+        # None where the user's `loss_weight` weights the batches.
         if trainer.metrics.feed is not None:
             trainer.metrics.use_sizes_of(feed)
         move, ahead = batch_movers(trainer, run.module, self._datamodule, feed)

@@ -54,6 +54,7 @@ class Running:
 
     def without_objects(self) -> Running:
         """A copy for another process: without the objects of a fit."""
+        # A fit holds process groups, threads and buffers of this process, which another one cannot use.
         copied = Running()
         copied.last_stage, copied.status = self.last_stage, self.status
         copied.restored_from = self.restored_from

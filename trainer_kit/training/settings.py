@@ -158,6 +158,7 @@ def make_settings(
     fast = fast_dev_run
     if isinstance(fast_dev_run, bool):
         fast = int(fast_dev_run)
+    # Before the minimums are checked: a duration such as "10st" is a number of steps here.
     log_every = _in_unit("log_every_n_steps", log_every_n_steps, "st")
     val_epochs = _in_unit("check_val_every_n_epoch", check_val_every_n_epoch, "ep")
     for name, value, minimum in (
@@ -294,6 +295,7 @@ def _length(
         raise ConfigurationError(
             "max_duration is the whole run, not a fraction of it", found=str(duration)
         )
+    # A duration in epochs is the limit in epochs; of two such limits the smaller one counts.
     if duration is not None and duration.unit == "ep":
         epochs = int(duration.value)
         if max_epochs is not None and max_epochs != -1:
