@@ -19,7 +19,7 @@ from torch.utils.data import (
 import trainer_kit as tk
 from tests.verify import verified
 from tests.verify.test_verify import status, verify
-from trainer_kit.verify.loaders import Division, feeds_of, place_loaders
+from trainer_kit.verify.loaders import Division, feeds_of, loaders_by_rank
 
 pytestmark = pytest.mark.slow
 
@@ -171,7 +171,7 @@ def test_shares_of_one_loader_share_its_dataset_and_nothing_that_changes():
     trainer = tk.Trainer(accelerator="cpu", logger=False)
     division = Division(2, 1, 5, world=2)
     feeds, _ = feeds_of(
-        trainer, place_loaders({"a": loader, "b": [loader]}, division, True), division
+        trainer, loaders_by_rank({"a": loader, "b": [loader]}, division, True), division
     )
     first, second = (feed.loader for feed in feeds)
     assert second["a"].dataset is first["a"].dataset
@@ -190,5 +190,5 @@ def test_a_loader_that_cannot_be_copied_is_shared():
     loader = batches()
     division = Division(2, 1, 5, world=2)
     trainer = tk.Trainer(accelerator="cpu", logger=False)
-    feeds, _ = feeds_of(trainer, place_loaders(loader, division, True), division)
+    feeds, _ = feeds_of(trainer, loaders_by_rank(loader, division, True), division)
     assert feeds[0].loader is feeds[1].loader is loader

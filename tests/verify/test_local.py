@@ -140,7 +140,8 @@ def test_every_value_is_that_of_processes_in_bits(strategy, model, tmp_path):
         runs.start()
         records = runs.train()
         plain = runs.plain(
-            make_precision("32-true"), Division(records[0].places, records[0].seed, 5)
+            make_precision("32-true"),
+            Division(records[0].data_ranks, records[0].seed, 5),
         )
         found.append([*records, plain])
     for one, other in zip(*found, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -66,6 +67,15 @@ class LRSchedulerConfig:
     name: str | None = None
     reduce_on_plateau: bool = False
     optimizer: Optimizer | None = None
+
+    def allow_missing_metric(self) -> None:
+        """Let the scheduler wait, without an error, while the metric that it monitors has no value."""
+        self.strict = False
+
+    def never_advance(self) -> None:
+        """Put the scheduler's next step out of reach."""
+        self.interval = "epoch"
+        self.frequency = sys.maxsize
 
 
 @dataclass

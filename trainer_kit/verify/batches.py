@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Final, final
+from typing import Final, final
 
 from trainer_kit.core.display import plural
+from trainer_kit.core.types import Keywords
 from trainer_kit.precision.aliases import make_precision
 from trainer_kit.verify.buffers import changes_untrained
 from trainer_kit.verify.compare import Finding, Judge, relative_difference
@@ -61,6 +62,7 @@ class BatchChecks:
     def compare_window(self) -> None:
         """Compare the gradient of the first accumulation window with that of one batch of all its samples."""
         indices = sorted(index for step, index in self._run[0].micros if step == 0)
+        # Without accumulation there is no window to replace.
         if len(indices) < 2:
             return
         reason = self._reason_against_one_batch()
@@ -69,12 +71,14 @@ class BatchChecks:
         if reason is not None:
             self._checks.skip(_WINDOW, reason)
             return
+        # One batch replaces a window: a module that uses the number of its batch must see
+        # the same numbers in the plain loop.
         division = replace(self._division, counts_windows=True)
         judge = self._references.judge_float32(division)
         steps = self._comparable_windows(judge.exact)
         shares = _window_shares(self._run, steps, indices)
         samples = sum(map(len, shares[0, 0]))
-        options: dict[str, Any] = {
+        options: Keywords = {
             "alone": samples,
             "one_batch": True,
             "shares": self._shares_of_norms(shares),
@@ -102,6 +106,8 @@ class BatchChecks:
     def _comparable_windows(self, exact: Record) -> range:
         """The steps whose windows one batch can replace: the first only, where the module counts batches."""
         record = self._run[0]
+        # A buffer or an attribute that each batch changes has other values after one batch
+        # than after a window, so later steps start from different states.
         for step in range(self._steps):
             if changes_untrained(exact, step, without=record.norms):
                 return range(1)
@@ -111,13 +117,15 @@ class BatchChecks:
 
     def _shares_of_norms(self, shares: Shares) -> Shares | None:
         """The parts of a batch that batch norms normalise by themselves; None without batch norms."""
-        return shares if self._run[0].norms else None
+        if not self._run[0].norms:
+            return None
+        return shares
 
     def _explain_window(
         self,
         finding: Finding,
         division: Division,
-        options: dict[str, Any],
+        options: Keywords,
         shares: Shares,
         batches: int,
     ) -> Finding | None:
@@ -128,6 +136,8 @@ class BatchChecks:
         exact = judge.exact
         cause = depends(alone, judge, shares, step)
         if cause.where:
+            # A layer that updates its state in each forward, such as a spectral norm, does
+            # so once for one batch and several times in a window: no fault of the user.
             if changes_untrained(exact, step, cause.where):
                 return None
             return cause
@@ -144,7 +154,7 @@ class BatchChecks:
             hint="a mean over tokens needs loss_weight, which returns their number",
         )
 
-    def _run_watched(self, step: int, options: dict[str, Any]) -> Record:
+    def _run_watched(self, step: int, options: Keywords) -> Record:
         """The run in one process again, with the outputs of modules at a step."""
         records = self._runs.train(
             reseeds=RESEEDS,
@@ -156,6 +166,7 @@ class BatchChecks:
 
     def _reason_against_one_batch(self) -> str | None:
         """Why one process cannot have the samples of a step as one batch; None: it can."""
+        # Masks of dropout differ between one batch and its parts.
         if self._exact.draws:
             return "random layers draw different numbers on each rank"
         if not self._exact.even:
@@ -191,13 +202,14 @@ class BatchChecks:
             return None
         shares = shares_of(self._run)
         samples = _samples_of_step(shares, 0)
-        options: dict[str, Any] = {
+        options: Keywords = {
             "alone": samples,
             "shares": self._shares_of_norms(shares),
         }
         alone = self._references.run_alone(_WORLD, options)
         if alone is None:
             return None
+        # Batch norms over other rows than those of a rank explain any difference.
         undivided = sorted(alone[0].whole)
         if undivided:
             self._checks.skip(
@@ -206,6 +218,7 @@ class BatchChecks:
             )
             return None
         for step in range(self._steps):
+            # Padding to the longest sample, for example, depends on the batch.
             if not same_samples(alone[0], self._exact, shares, step):
                 self._checks.skip(_WORLD, _OTHER_CONTENTS)
                 return None
@@ -219,7 +232,7 @@ class BatchChecks:
         finding: Finding | None,
         samples: int,
         shares: Shares,
-        options: dict[str, Any],
+        options: Keywords,
     ) -> None:
         """Add the result of `compare_world`, with the module that depends on the other samples of a batch."""
         text = f"one process, float32, {plural(samples, 'sample')} a step: the same weights"
@@ -242,6 +255,7 @@ class BatchChecks:
 
     def _first_difference(self, alone: list[Record], judge: Judge) -> Finding | None:
         for step in range(self._steps):
+            # Gradients first: only where they agree do weights accuse the optimizer.
             finding = judge.gradients(alone, step)
             if finding is None:
                 finding = judge.trained(alone, step)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, final
+from typing import Final, final
 
 from torch import Tensor
 
+from trainer_kit.core.types import Keywords
 from trainer_kit.verify.compare import Finding, same_bits
 from trainer_kit.verify.recorder import Micro, Record, Watched
 from trainer_kit.verify.result import CheckList
@@ -50,7 +51,11 @@ class BitChecks:
         """
         middle = self._runs.steps // 2
         resumes = self._runs.steps > 1
-        saves = (middle - 1, self._checkpoint) if resumes else None
+        saves = None
+        if resumes:
+            saves = (middle - 1, self._checkpoint)
+        # Without reseeds: what is checked here includes the run's own random numbers,
+        # which a checkpoint must restore and a validation must not use.
         run = self._runs.train(saves=saves)
         repeated = self._runs.train()
         finding = self._finding("repeat", run, repeated, 0)
@@ -78,7 +83,9 @@ class BitChecks:
         step = _first_step(run, other, start, self._runs.steps)
         if step is None:
             return None
-        options: dict[str, Any] = {"watched": frozenset({step})}
+        # Both runs are made again: outputs of modules are recorded at the step that
+        # differs only, because they take memory.
+        options: Keywords = {"watched": frozenset({step})}
         watched_run = self._runs.train(**options)
         if kind == "resume":
             options["resumes"] = self._checkpoint
@@ -87,6 +94,7 @@ class BitChecks:
         watched_other = self._runs.train(**options)
         module, cause = _first_output(watched_run, watched_other, step)
         hint = _HINTS[kind]
+        # Two equal runs hold equal state at the start: what differs later is a consequence.
         if kind != "repeat":
             state = differing_state(watched_run, watched_other, step)
             if state:
@@ -145,6 +153,7 @@ def _first_output(
             other_micro = other.micros.get(key)
             if key[0] != step or other_micro is None:
                 continue
+            # The input first: other samples explain every output.
             if other_micro.ids != micro.ids:
                 return "", ": they read different samples"
             if not _all_same_bits(micro.batch, other_micro.batch):

@@ -44,15 +44,17 @@ def compare_buffers(
 
     Args:
         run: one record for each rank.
-        judge: of the plain loop.
+        judge: compares with the plain loop.
         one_batch: one process with the batches of all ranks as one; None: not comparable.
-        steps: of the run.
+        steps: number of steps of the run.
     """
     compared: set[str] = set()
     exchanged: list[str] = []
     for step in range(steps):
         for name, value, exact, rounded in _values(run[0], judge, step):
             compared.add(name)
+            # A buffer that differs at one step starts the next one from another value: it
+            # is judged no more.
             if name in exchanged or _equal(value, exact, rounded, judge):
                 continue
             expected = None
@@ -83,11 +85,12 @@ def _values(
     """The name of each untrained tensor of a rank, its value, and those of the plain loop."""
     exact = judge.exact.untrained.get(step, [])
     rounded = judge.rounded.untrained.get(step, [])
-    if record.place >= min(len(exact), len(rounded)):
+    # Nothing is recorded for a step that the plain loop has not reached.
+    if record.data_rank >= min(len(exact), len(rounded)):
         return
     values = record.local.get(step, {})
-    rounded_values = rounded[record.place]
-    for name, exact_value in exact[record.place].items():
+    rounded_values = rounded[record.data_rank]
+    for name, exact_value in exact[record.data_rank].items():
         if name not in values or name not in rounded_values:
             continue
         if values[name].shape == exact_value.shape:
@@ -95,6 +98,7 @@ def _values(
 
 
 def _equal(value: Tensor, exact: Tensor, rounded: Tensor, judge: Judge) -> bool:
+    # Counters and masks have no rounding.
     if not value.is_floating_point():
         return same_bits(value, rounded.to(value.dtype))
     eps = torch.finfo(value.dtype).eps
@@ -108,8 +112,11 @@ def _near(value: Tensor, other: Tensor, exact: Tensor, rounded: Tensor) -> bool:
     if not value.is_floating_point():
         return same_bits(value, other.to(value.dtype))
     measured = _distance(rounded, exact)
+    # The measured error may be 0 by chance, or because the plain loop leaves the value as
+    # it is.
     last_place = torch.finfo(value.dtype).eps * _norm(other)
-    return _distance(value, other) <= _SLACK * max(measured, _SLACK * last_place)
+    allowed = _SLACK * max(measured, _SLACK * last_place)
+    return _distance(value, other) <= allowed
 
 
 def _distance(value: Tensor, other: Tensor) -> float:
@@ -133,7 +140,7 @@ def _changed(name: str, value: Tensor, exact: Tensor, step: int, ranks: int) -> 
 def _unmoved(first: Record, record: Record, judge: Judge, step: int) -> str | None:
     """The first name that rank 0 changes in this step, and another rank does not, although the plain loop does."""
     plain = judge.exact.untrained
-    if record.place >= len(plain.get(step, [])):
+    if record.data_rank >= len(plain.get(step, [])):
         return None
     first_before = first.local.get(step - 1, {})
     first_after = first.local.get(step, {})
@@ -141,28 +148,30 @@ def _unmoved(first: Record, record: Record, judge: Judge, step: int) -> str | No
     for name, value in record.local.get(step, {}).items():
         if name not in first_before or name not in first_after:
             continue
+        # Trained parameters are compared elsewhere.
         if name not in plain[step][0]:
             continue
         if same_bits(first_before[name], first_after[name]):
             continue
         if same_bits(value, first_after[name]):
             continue
+        # The rank has the old value of rank 0, which is sent before each step, or its own.
         unmoved = same_bits(value, first_before[name])
         if name in before:
             unmoved = unmoved or same_bits(value, before[name])
-        if unmoved and _moves(plain, record.place, name, step):
+        if unmoved and _moves(plain, record.data_rank, name, step):
             return name
     return None
 
 
 def _moves(
-    plain: dict[int, list[dict[str, Tensor]]], place: int, name: str, step: int
+    plain: dict[int, list[dict[str, Tensor]]], data_rank: int, name: str, step: int
 ) -> bool:
-    """Whether the plain loop changes the value of a place in this step."""
+    """Whether the plain loop changes the value of a data rank in this step."""
     before = plain.get(step - 1)
-    if before is None or name not in before[place]:
+    if before is None or name not in before[data_rank]:
         return False
-    return not same_bits(before[place][name], plain[step][place][name])
+    return not same_bits(before[data_rank][name], plain[step][data_rank][name])
 
 
 def changes_untrained(
@@ -172,11 +181,13 @@ def changes_untrained(
 
     Args:
         exact: the plain loop.
-        step: of the run.
+        step: the step of the run.
         module: only those inside it; empty: all.
-        without: modules that are left out.
+        without: names of modules that are left out.
     """
-    prefix = f"{module}." if module else ""
+    prefix = ""
+    if module:
+        prefix = f"{module}."
     values_before = exact.untrained.get(step - 1, [])
     values_after = exact.untrained.get(step, [])
     for before, after in zip(values_before, values_after, strict=False):

@@ -73,8 +73,10 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are equal in every bit."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    if a.ndim == 0:  # it has no view as bytes; NaN is equal to NaN
-        return bool(a == b) or bool(a != a and b != b)
+    if a.ndim == 0:
+        # A scalar has no view as bytes. NaN counts as equal to NaN.
+        both_nan = bool(a != a) and bool(b != b)
+        return both_nan or bool(a == b)
     a_bytes = a.contiguous().view(torch.uint8)
     b_bytes = b.contiguous().view(torch.uint8)
     return torch.equal(a_bytes, b_bytes)
@@ -101,7 +103,10 @@ class Judge:
     Args:
         exact: the plain loop in float64.
         rounded: the plain loop in the dtype of the run; with ``exact`` it measures the rounding error.
-        eps: of that dtype.
+        eps: the rounding unit of that dtype.
+
+    Attributes:
+        largest: the largest difference so far, in units of the allowed rounding.
     """
 
     def __init__(self, exact: Record, rounded: Record, eps: float) -> None:
@@ -118,6 +123,7 @@ class Judge:
             eps = self.eps
         measured = _norm(rounded.double() - exact.double())
         floor = _FLOOR * eps * _norm(exact)
+        # `excess` divides by this; it is 0 where all values are.
         return max(_FACTOR * measured, floor, torch.finfo(torch.float32).tiny)
 
     def excess(
@@ -125,6 +131,7 @@ class Judge:
     ) -> float:
         """The difference in units of the allowed rounding; above 1 it is more than rounding."""
         difference = _norm(value.double() - exact.double())
+        # NaN compares as smaller than every limit, and would pass as equal.
         if math.isnan(difference):
             return float("inf")
         ratio = difference / self.allowed(exact, rounded, eps)
@@ -147,7 +154,9 @@ class Judge:
                 continue
             if not exact_value.is_floating_point():
                 continue
-            eps = torch.finfo(value.dtype).eps if stored else None
+            eps = None
+            if stored:
+                eps = torch.finfo(value.dtype).eps
             excess = self.excess(value, exact_value, rounded[name], eps)
             if excess > 1:
                 excesses.append((excess, name))
@@ -167,7 +176,10 @@ class Judge:
                     continue
                 loss = float(micro.loss[name])
                 expected = float(exact_loss)
-                ratios.append(loss / expected if expected else 1.0)
+                ratio = 1.0
+                if expected:
+                    ratio = loss / expected
+                ratios.append(ratio)
                 excess = self.excess(
                     micro.loss[name].reshape(()),
                     exact_loss.reshape(()),
@@ -196,6 +208,7 @@ class Judge:
             rank_gradients = record.gradients.get(step, {})
             for _, name in self.worst(rank_gradients, exact, rounded):
                 differing.add(name)
+            # The first rank that has a gradient counts: stages of a pipeline have others.
             gradients = {**rank_gradients, **gradients}
         if not differing:
             return _missing_gradient(gradients, exact, step)
@@ -217,6 +230,8 @@ class Judge:
         """Why gradients differ: they were not exchanged, or scaled by a factor; empty: unknown."""
         if _ranks_differ(run, step):
             return "the ranks have different gradients: they were not exchanged"
+        # One factor for all parameters, by least squares. What is left must be rounding;
+        # a few gradients that happen to be multiples are no wrong factor.
         names = [name for name in exact if name in gradients]
         values = torch.cat([gradients[name].double().flatten() for name in names])
         expected = torch.cat([exact[name].double().flatten() for name in names])
@@ -245,6 +260,7 @@ class Judge:
                     hint="the module ties these weights, and one of the names was assigned a new tensor",
                 )
         exact = self.exact.weights[step]
+        # The loop ends with the buffers of one rank; `compare_buffers` judges those of many.
         if len(run) > 1:
             trained = self._trained_names()
             exact = {name: value for name, value in exact.items() if name in trained}
@@ -294,12 +310,14 @@ class Judge:
                     continue
                 if same_bits(expected, value):
                     continue
-                text = f"rank {record.place} has a different value than rank 0 after the step"
+                text = f"rank {record.data_rank} has a different value than rank 0 after the step"
                 if name not in record.buffers:
+                    # A kernel may sum in another order on each rank.
                     if _differs_beyond_rounding(value, expected):
                         return Finding(kind="ranks", step=step, where=name, text=text)
                     continue
-                # The next forward sends the buffers of rank 0; for batch norms there is a note.
+                # Without `own_buffers` the next forward sends the buffers of rank 0; for
+                # batch norms there is a note.
                 is_norm = name.rpartition(".")[0] in record.norms
                 if record.own_buffers and not is_norm:
                     return Finding(
@@ -332,23 +350,20 @@ class Judge:
     def modules(self, run: Sequence[Record], step: int) -> Finding | None:
         """The first module, in order of computation, whose output or its gradient differs by more than rounding."""
         pairs = sorted(self._pairs(run, step), key=lambda pair: pair[0])
-        for backward in (False, True):
-            for key, micro in pairs:
-                reference = self.exact.micros[key], self.rounded.micros[key]
-                if backward:
-                    output = self._differing_flow(micro, *reference, run[0].divisor)
-                else:
-                    output = self._differing_output(micro, *reference)
-                if output is not None:
-                    (name, call, _), difference = output
-                    subject = "the gradient of the output" if backward else "the output"
-                    count = f", call {call + 1}" if call else ""
-                    return Finding(
-                        kind="backward" if backward else "forward",
-                        step=step,
-                        where=name,
-                        text=f"{subject} differs{count}: by {percent(difference)}",
-                    )
+        for key, micro in pairs:
+            exact = self.exact.micros[key]
+            output = self._differing_output(micro, exact, self.rounded.micros[key])
+            if output is not None:
+                return _module_finding("forward", "the output", step, *output)
+        # A gradient is judged only where all outputs agree: a wrong output has wrong ones.
+        divisor = run[0].divisor
+        for key, micro in pairs:
+            exact = self.exact.micros[key]
+            rounded = self.rounded.micros[key]
+            flow = self._differing_flow(micro, exact, rounded, divisor)
+            if flow is not None:
+                subject = "the gradient of the output"
+                return _module_finding("backward", subject, step, *flow)
         return None
 
     def _differing_output(
@@ -415,14 +430,16 @@ class Judge:
         micro_batches: dict[tuple[int, int], Micro] = {}
         for record in run:
             for (micro_step, index), micro in record.micros.items():
-                key = micro_step, index * record.places + record.place
+                # The plain loop runs the micro-batches of all data ranks in turn.
+                key = micro_step, index * record.data_ranks + record.data_rank
                 if micro_step == step and key in self.exact.micros:
+                    # Ranks that share their data have the same micro-batch.
                     micro_batches.setdefault(key, micro)
         return list(micro_batches.items())
 
     def _cause_of_factor(self, factor: float) -> str:
         """What scales values by a factor."""
-        ranks = self.exact.places
+        ranks = self.exact.data_ranks
         micro_batches = Counter(step for step, _ in self.exact.micros)
         window = max(micro_batches.values(), default=1) // ranks
         causes = []
@@ -441,6 +458,18 @@ class Judge:
         return ", or ".join(causes)
 
 
+def _module_finding(
+    kind: str, subject: str, step: int, key: OutputKey, difference: float
+) -> Finding:
+    """The finding for an output of a module; of a module that is called several times it names the call."""
+    name, call, _ = key
+    text = f"{subject} differs"
+    if call:
+        text += f", call {call + 1}"
+    text += f": by {percent(difference)}"
+    return Finding(kind=kind, step=step, where=name, text=text)
+
+
 def _missing_gradient(
     gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor], step: int
 ) -> Finding | None:
@@ -448,6 +477,7 @@ def _missing_gradient(
     if not gradients:
         return None
     for name, value in exact.items():
+        # No gradient and one that is 0 everywhere train alike.
         if name not in gradients and float(value.abs().max()) > 0:
             return Finding(
                 kind="gradients",
@@ -480,6 +510,7 @@ def _first_name(exact: Mapping[str, Tensor], names: set[str]) -> str:
 
 
 def _is_close(factor: float) -> bool:
+    # Rounding of low precisions and of a fitted factor; two candidates are further apart.
     return abs(factor - 1) < 0.02
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -17,24 +17,31 @@ from torch.utils.data import (
     Sampler,
 )
 
+from trainer_kit.core.types import Batch, Loaders
 from trainer_kit.data import EMPTY, CombinedLoader, EpochLength, Feed, read_together
 from trainer_kit.strategies.fake_world import fake_world
 from trainer_kit.training.loaders import training_feed
 from trainer_kit.training.session import Session
 
 __all__ = [
+    "DataRank",
     "Division",
-    "Place",
     "Row",
     "divides_itself",
     "feeds_of",
-    "place_loaders",
+    "loaders_by_rank",
     "retarget_samplers",
     "rows_of",
 ]
 
 _LAUNCHER: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-Row = list[tuple[Any, int, list[int] | None]]
+_SHARED_ATTRIBUTES: Final = (
+    "collate_fn",
+    "worker_init_fn",
+    "_DataLoader__multiprocessing_context",
+)
+"""Attributes of a `DataLoader` that its copy shares: functions, and a multiprocessing context."""
+Row = list[tuple[Batch, int, list[int] | None]]
 """A batch of each rank, its size and its indices in the dataset."""
 
 
@@ -44,19 +51,19 @@ class Division:
     """How the compared run divides its data.
 
     Attributes:
-        places: ranks that divide it.
-        seed: of the order.
-        reseeds: of random layers.
+        data_ranks: number of ranks that divide it.
+        seed: the seed of the data order.
+        reseeds: the seed of random layers.
         own_buffers: whether no rank sends its buffers.
-        world: all ranks.
+        world: number of all ranks.
         synced: the names of batch norms that normalise the samples of all ranks together.
-        ranks: the rank of each place; empty: the places are the ranks.
+        ranks: the rank of each data rank; empty: the data ranks are the ranks.
         grouped: whether ``setup`` and loaders are called inside a process group, which sends nothing.
         joined: whether ranks wait for each other in ``all_gather``.
         counts_windows: whether ``training_step`` gets the number of its window in place of that of its batch.
     """
 
-    places: int
+    data_ranks: int
     seed: int
     reseeds: int
     own_buffers: bool = False
@@ -68,25 +75,33 @@ class Division:
     counts_windows: bool = False
 
     @contextmanager
-    def as_rank(self, place: int) -> Iterator[int]:
-        """Inside, the environment is that of the first rank of a place, as a launcher sets it; yields this rank.
+    def as_rank(self, data_rank: int) -> Iterator[int]:
+        """Inside, the environment is that of the first rank of a data rank, as a launcher sets it; yields this rank.
 
         Example:
             >>> with Division(2, 0, 0, world=2).as_rank(1) as rank:
             ...     rank, os.environ["RANK"], os.environ["WORLD_SIZE"]
             (1, '1', '2')
         """
-        rank = self.ranks[place] if self.ranks else place
+        rank = data_rank
+        if self.ranks:
+            rank = self.ranks[data_rank]
         if self.world == 1:
             yield rank
             return
         before = {name: os.environ.get(name) for name in _LAUNCHER}
+        # The compared run has one node: rank and local rank are the same.
         os.environ.update(dict.fromkeys(_LAUNCHER[:2], str(rank)))
         os.environ.update(dict.fromkeys(_LAUNCHER[2:], str(self.world)))
+        group: AbstractContextManager[object] = nullcontext()
+        if self.grouped:
+            group = fake_world(self.world, rank)
         try:
-            with fake_world(self.world, rank) if self.grouped else nullcontext():
+            with group:
                 yield rank
         finally:
+            # A variable that was not set is removed, and not set to an empty text: code
+            # that looks for a launcher asks whether it exists.
             for name, value in before.items():
                 if value is None:
                     os.environ.pop(name, None)
@@ -96,7 +111,7 @@ class Division:
 
 @final
 @dataclass
-class Place:
+class DataRank:
     """A data rank: its number, and how many there are."""
 
     rank: int
@@ -104,71 +119,82 @@ class Place:
 
 
 def rows_of(feeds: list[Feed], epoch: int) -> Iterator[Row]:
-    """The batches of an epoch: a row has one of each place."""
+    """The batches of an epoch: a row has one of each data rank."""
     for feed in feeds:
         feed.record_indices()
     iterators = [feed.sized_epoch(epoch) for feed in feeds]
     while True:
         row: Row = []
         for feed, iterator in zip(feeds, iterators, strict=True):
+            # Data ranks may have unequally many batches: the row then has a gap, as the
+            # run has a rank without a part in the step.
             batch, size = next(iterator, (EMPTY, 0))
-            row.append((batch, size, None if batch is EMPTY else feed.next_indices()))
+            ids = None
+            if batch is not EMPTY:
+                ids = feed.next_indices()
+            row.append((batch, size, ids))
         if all(batch is EMPTY for batch, _, _ in row):
             return
         yield row
 
 
 def feeds_of(
-    trainer: Session, loaders: Sequence[Any], division: Division
+    trainer: Session, loaders: Sequence[Loaders], division: Division
 ) -> tuple[list[Feed], EpochLength]:
-    """The data of each place, and the micro-batches of an epoch.
+    """The data of each data rank, and the micro-batches of an epoch.
 
     Args:
         trainer: has settings and accumulation.
-        loaders: of each place, as `place_loaders` returns them.
-        division: of the data.
+        loaders: the loaders of each data rank, as `loaders_by_rank` returns them.
+        division: how the run divides its data.
     """
-    loaders_of_rank = [
-        training_feed(
-            each,
+    feeds: list[Feed] = []
+    lengths: list[EpochLength] = []
+    for rank, rank_loaders in enumerate(loaders):
+        # Of a group `training_feed` reads rank and size only: no process group exists here.
+        data_rank: Any = DataRank(rank, division.data_ranks)
+        feed, length = training_feed(
+            rank_loaders,
             trainer.settings,
-            Place(place, division.places),  # type: ignore[arg-type]
+            data_rank,
             division.seed,
             trainer.accumulation,
         )
-        for place, each in enumerate(loaders)
-    ]
-    return [feed for feed, _ in loaders_of_rank], loaders_of_rank[0][1]
+        feeds.append(feed)
+        lengths.append(length)
+    return feeds, lengths[0]
 
 
-def place_loaders(
-    loaders: Any,
+def loaders_by_rank(
+    loaders: Loaders,
     division: Division,
     shard: bool,
-    make: Callable[[int], Any] | None = None,
-) -> list[Any]:
-    """The loaders of each place.
+    make: Callable[[int], Loaders] | None = None,
+) -> list[Loaders]:
+    """The loaders of each data rank.
 
-    Loaders that divide the data themselves are made again for each place, with the environment of its rank. Others are
-    copies, whose samplers, generators and streams the reading of another place does not change.
+    Loaders that divide the data themselves are made again for each data rank, with the environment of its rank. Others
+    are copies, whose samplers, generators and streams the reading of another data rank does not change.
 
     Args:
-        loaders: of the first place.
-        division: of the data.
+        loaders: the loaders of the first data rank.
+        division: how the run divides its data.
         shard: whether the Trainer divides the data.
-        make: calls ``train_dataloader`` for a place; None: the loaders were passed.
+        make: calls ``train_dataloader`` for a data rank; None: the loaders were passed.
     """
-    other_ranks = range(1, division.places)
+    other_ranks = range(1, division.data_ranks)
     if make is not None and (not shard or divides_itself(loaders)):
-        return [loaders, *(make(place) for place in other_ranks)]
-    by_place = [loaders, *(_copy_loaders(loaders) for _ in other_ranks)]
+        return [loaders, *(make(data_rank) for data_rank in other_ranks)]
+    rank_loaders = [loaders, *(_copy_loaders(loaders) for _ in other_ranks)]
+    # Loaders that ``train_dataloader`` returns were made inside the environment of their
+    # rank; passed ones were made by the script, which has no launcher.
     if make is None:
-        for place, each in enumerate(by_place):
-            retarget_samplers(each, place, division.places, division.world)
-    return by_place
+        for data_rank, each in enumerate(rank_loaders):
+            retarget_samplers(each, data_rank, division.data_ranks, division.world)
+    return rank_loaders
 
 
-def divides_itself(loaders: Any) -> bool:
+def divides_itself(loaders: Loaders) -> bool:
     """Whether a sampler of the loaders reads the share of one rank, as torch's `DistributedSampler` does.
 
     Example:
@@ -177,14 +203,17 @@ def divides_itself(loaders: Any) -> bool:
         >>> divides_itself(DataLoader(range(4), sampler=DistributedSampler(range(4), 2, 0)))
         True
     """
-    return any(
-        hasattr(inner, "num_replicas")
-        for sampler in _samplers(loaders)
-        for inner in _nested(sampler)
-    )
+    return any(map(_is_divided, _samplers(loaders)))
 
 
-def _samplers(loaders: Any) -> Iterator[Any]:
+def _is_divided(sampler: object) -> bool:
+    # By the attribute, not by the class: samplers of other libraries that divide the data
+    # need not derive from torch's.
+    return any(hasattr(inner, "num_replicas") for inner in _nested(sampler))
+
+
+def _samplers(loaders: Loaders) -> Iterator[object]:
+    """The samplers and batch samplers of all loaders; None for what a loader does not have."""
     loaders = read_together(loaders)
     if isinstance(loaders, CombinedLoader):
         for loader in loaders.flattened:
@@ -195,27 +224,28 @@ def _samplers(loaders: Any) -> Iterator[Any]:
         yield getattr(loaders.batch_sampler, "sampler", None)
 
 
-def _nested(sampler: Any, depth: int = 3) -> Iterator[Any]:
+def _nested(sampler: object, depth: int = 3) -> Iterator[object]:
     """A sampler, and those that it reads."""
     yield sampler
-    for inner in (
-        vars(sampler).values() if isinstance(sampler, Sampler) and depth else ()
-    ):
+    # The depth ends a cycle: two samplers may refer to each other.
+    if not isinstance(sampler, Sampler) or not depth:
+        return
+    for inner in vars(sampler).values():
         if isinstance(inner, Sampler):
             yield from _nested(inner, depth - 1)
 
 
-def retarget_samplers(loaders: Any, rank: int, size: int, world: int) -> list[str]:
+def retarget_samplers(loaders: Loaders, rank: int, size: int, world: int) -> list[str]:
     """Let passed samplers of torch divide the data as under a launcher; returns a line for each that was changed.
 
     `verify` runs the script in a process without a launcher: a `DistributedSampler` made from ``WORLD_SIZE`` is there
     one for a single rank.
 
     Args:
-        loaders: that the user has passed.
-        rank: of the data ranks.
+        loaders: the loaders that the user has passed.
+        rank: this rank's number among the data ranks.
         size: number of data ranks.
-        world: ranks of the run.
+        world: number of ranks of the run.
 
     Example:
         >>> loader = DataLoader(range(4), sampler=DistributedSampler(range(4), 1, 0, shuffle=False))
@@ -226,20 +256,19 @@ def retarget_samplers(loaders: Any, rank: int, size: int, world: int) -> list[st
     """
     changed = []
     for sampler in _samplers(loaders):
-        if not isinstance(sampler, DistributedSampler) or (
-            sampler.num_replicas,
-            sampler.rank,
-        ) == (
-            size,
-            rank,
-        ):
+        if not isinstance(sampler, DistributedSampler):
             continue
-        if sampler.num_replicas not in (1, size, world):
-            continue  # it fits no launch of this configuration; the fit says so
-        changed.append(
-            f"a {type(sampler).__name__} for rank {sampler.rank} of {sampler.num_replicas}"
-        )
-        fresh: DistributedSampler[Any] = DistributedSampler(
+        replicas = sampler.num_replicas
+        if replicas == size and sampler.rank == rank:
+            continue
+        if replicas not in (1, size, world):
+            # It fits no launch of this configuration: the fit itself reports that.
+            continue
+        sampler_class = type(sampler).__name__
+        changed.append(f"a {sampler_class} for rank {sampler.rank} of {replicas}")
+        # The constructor derives lengths from rank and size. The object stays the same,
+        # because the loader, or a sampler around this one, refers to it.
+        fresh: DistributedSampler[object] = DistributedSampler(
             sampler.dataset,
             size,
             rank,
@@ -251,42 +280,41 @@ def retarget_samplers(loaders: Any, rank: int, size: int, world: int) -> list[st
     return changed
 
 
-def _copy_loaders(loaders: Any) -> Any:
+def _copy_loaders(loaders: Loaders) -> Loaders:
     """A copy of the loaders, whose samplers, generators and streams another rank's reading does not change.
 
     What reads one sample at a time is shared, so that state between samples shows. Loaders that cannot be copied are
     shared too.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     _share(read_together(loaders), memo, set())
     try:
         return copy.deepcopy(loaders, memo)
-    except Exception:  # of any class: user code decides how a copy is made
+    except Exception:
+        # Of any class: user code decides how a copy is made.
         return loaders
 
 
-def _share(value: Any, memo: dict[int, Any], seen: set[int]) -> None:
+def _share(value: object, memo: dict[int, object], seen: set[int]) -> None:
     """Let ``copy.deepcopy`` keep datasets, batches and functions as they are."""
     if id(value) in seen:
         return
     seen.add(id(value))
-    if isinstance(value, Sequence) or (
-        isinstance(value, Dataset) and not isinstance(value, IterableDataset)
-    ):
+    # A stream has a position, which each rank needs for itself.
+    is_map_style = isinstance(value, Dataset) and not isinstance(value, IterableDataset)
+    if is_map_style or isinstance(value, Sequence):
         memo[id(value)] = value
     elif isinstance(value, CombinedLoader):
         for attribute in value.flattened:
             _share(attribute, memo, seen)
     elif isinstance(value, (DataLoader, Sampler)):
         attributes = dict(vars(value))
-        memo[id(attributes.pop("_iterator", None))] = (
-            None  # it may have processes, and belongs to the user's loader
-        )
-        for name in (
-            "collate_fn",
-            "worker_init_fn",
-            "_DataLoader__multiprocessing_context",
-        ):
-            memo[id(attributes.get(name))] = attributes.pop(name, None)
+        # The iterator may have worker processes, which belong to the user's loader: the
+        # copy makes its own.
+        iterator = attributes.pop("_iterator", None)
+        memo[id(iterator)] = None
+        for name in _SHARED_ATTRIBUTES:
+            shared = attributes.pop(name, None)
+            memo[id(shared)] = shared
         for attribute in attributes.values():
             _share(attribute, memo, seen)

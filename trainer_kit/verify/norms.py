@@ -73,12 +73,14 @@ def synced_norms(module: nn.Module) -> list[str]:
 
 def _norms(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
     """Batch norms that normalise with the statistics of their batch."""
-    return [
-        (canonical(name), layer)
-        for name, layer in module.named_modules()
-        if isinstance(layer, _BatchNorm)
-        and (layer.training or not layer.track_running_stats)
-    ]
+    norms = []
+    for name, layer in module.named_modules():
+        if not isinstance(layer, _BatchNorm):
+            continue
+        # Without running statistics it has only those of its batch, in eval mode too.
+        if layer.training or not layer.track_running_stats:
+            norms.append((canonical(name), layer))
+    return norms
 
 
 _Forward = Callable[[Tensor], Tensor]
@@ -92,6 +94,7 @@ def join_norms(
     """Let batch norms call ``exchange`` with their input and their forward; it returns their output."""
     for name, layer in module.named_modules():
         if canonical(name) in names:
+            # A hook of torch could change the output, and not leave out the forward.
             vars(layer)["forward"] = partial(_forward_with, exchange, layer.forward)
 
 
@@ -110,17 +113,21 @@ def joined(values: Sequence[Tensor], forward: _Forward) -> list[Tensor]:
         >>> [output.shape for output in outputs]
         [torch.Size([2, 1, 3]), torch.Size([1, 1, 5])]
     """
+    # A batch norm normalises each channel over all other dimensions. As rows of channels,
+    # inputs of different lengths fit into one tensor.
     channels_last = [value.movedim(1, -1) for value in values]
-    rows = torch.cat([value.flatten(0, -2) for value in channels_last])
-    # A batch norm counts the dimensions of its input.
+    rows = [value.flatten(0, -2) for value in channels_last]
+    joined_rows = torch.cat(rows)
+    # A batch norm checks the number of dimensions of its input.
     spatial = [1] * (values[0].ndim - 2)
-    normalised = forward(rows.reshape(*rows.shape, *spatial)).flatten(1)
-    lengths = [value.shape[:-1].numel() for value in channels_last]
+    shape = (*joined_rows.shape, *spatial)
+    normalised = forward(joined_rows.reshape(shape))
+    lengths = list(map(len, rows))
+    sections = torch.split(normalised.flatten(1), lengths)
     outputs = []
-    for output, value in zip(
-        torch.split(normalised, lengths), channels_last, strict=True
-    ):
-        outputs.append(output.reshape(value.shape).movedim(-1, 1))
+    for section, value in zip(sections, channels_last, strict=True):
+        output = section.reshape(value.shape)
+        outputs.append(output.movedim(-1, 1))
     return outputs
 
 
@@ -135,6 +142,7 @@ def rows_of_shares(
     """
     if sorted(chain.from_iterable(shares)) != sorted(ids):
         return None
+    # A sample may be in a batch several times: each share takes the next of its rows.
     rows_by_sample: dict[int, list[int]] = defaultdict(list)
     for row, sample in enumerate(ids):
         rows_by_sample[sample].append(row)
@@ -151,7 +159,7 @@ class DividedNorms:
 
     Args:
         module: its batch norms are changed: this process trains it for one comparison only.
-        rows: of each rank, in the batch that runs; None: not known.
+        rows: returns the rows of each rank in the batch that runs; None: not known.
 
     Attributes:
         whole: the names of those whose input does not have the batch as its first dimension: they stay as they are.
@@ -163,22 +171,27 @@ class DividedNorms:
         self.rows = rows
         self.whole: set[str] = set()
         for name, layer in module.named_modules():
-            if isinstance(layer, _BatchNorm) and not isinstance(
-                layer, nn.SyncBatchNorm
-            ):
-                # No hook of torch calls a forward several times.
-                vars(layer)["forward"] = self._divided(canonical(name), layer.forward)
+            # A SyncBatchNorm of one process already has the rows of all ranks.
+            if not isinstance(layer, _BatchNorm) or isinstance(layer, nn.SyncBatchNorm):
+                continue
+            # No hook of torch calls a forward several times.
+            vars(layer)["forward"] = self._divided(canonical(name), layer.forward)
 
     def _divided(
         self, name: str, forward: Callable[[Tensor], Tensor]
     ) -> Callable[[Tensor], Tensor]:
         def forward_shares(value: Tensor) -> Tensor:
             rows = self.rows()
+            # The first dimension is not the batch, for example after a flatten.
             if rows is None or sum(map(len, rows)) != len(value):
                 self.whole.add(name)
                 return forward(value)
-            outputs = [forward(value[share.to(value.device)]) for share in rows]
-            order = torch.cat(rows).argsort().to(value.device)
-            return torch.cat(outputs)[order]
+            outputs = []
+            for share in rows:
+                share_value = value[share.to(value.device)]
+                outputs.append(forward(share_value))
+            # Back to the order of the rows in the batch.
+            order = torch.cat(rows).argsort()
+            return torch.cat(outputs)[order.to(value.device)]
 
         return forward_shares

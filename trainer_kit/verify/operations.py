@@ -7,27 +7,33 @@ from itertools import zip_longest
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 __all__ = ["first_other", "trace"]
 
 
-def trace(submodule: nn.Module, sink: Callable[[], list[str] | None]) -> list[Any]:
+def trace(
+    submodule: nn.Module, sink: Callable[[], list[str] | None]
+) -> list[RemovableHandle]:
     """Register hooks that record the operations of a module's forward, each as a line; returns the handles.
 
     Args:
         submodule: the module.
-        sink: the lines of the current micro-batch; None: they are not recorded.
+        sink: returns the lines of the current micro-batch; None: they are not recorded.
     """
     try:
         from torch.utils._debug_mode import DebugMode
-    except ImportError:  # another torch
+    except ImportError:
+        # Another version of torch: the finding then names the module only.
         return []
+    # The modes of the calls that run; a module may call itself.
     running: list[Any] = []
 
     def begin(module: nn.Module, inputs: object) -> None:
         if sink() is not None:
             mode = DebugMode(record_torchfunction=False, record_profiler_context=False)
-            mode.__enter__()  # type: ignore[no-untyped-call]
+            # Entered here and left in `end`: a forward hook cannot wrap the call.
+            mode.__enter__()  # type: ignore[no-untyped-call]  # of torch
             running.append(mode)
 
     def end(module: nn.Module, inputs: object, output: object) -> None:
@@ -37,6 +43,7 @@ def trace(submodule: nn.Module, sink: Callable[[], list[str] | None]) -> list[An
         mode.__exit__(None, None, None)
         lines = sink()
         if lines is not None:
+            # Without results, whose numbering depends on what ran before.
             lines += [
                 line.partition("  ->")[0].strip()
                 for line in mode.debug_string().splitlines()

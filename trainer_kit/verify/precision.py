@@ -35,7 +35,7 @@ class Rounding:
     """The error of one gradient.
 
     Attributes:
-        name: of the parameter.
+        name: the name of the parameter.
         error: relative to the exact gradient.
         scale: the length of the gradient along the exact one, which is 1.
         residual: what is left beside that direction, relative to the exact gradient.
@@ -63,11 +63,14 @@ def measure_rounding(
         norm = norms[name]
         if name not in rounded or name not in single:
             continue
+        # One element has no direction beside that of the exact gradient.
         if norm <= _SMALL * longest or value.numel() < 2:
             continue
         gradient = value.double().flatten()
         rounded_gradient = rounded[name].double().flatten()
         single_gradient = single[name].double().flatten()
+        # The projection on the exact gradient, and how much this model amplifies rounding
+        # as float32 shows it.
         scale = float(rounded_gradient @ gradient) / norm**2
         condition = _norm(single_gradient - gradient) / norm / _SINGLE_EPS
         errors.append(
@@ -96,6 +99,8 @@ def gradients_cancel(exact: Record) -> bool:
         if step == 0:
             for value in micro.loss.values():
                 largest_loss = max(largest_loss, float(value.abs().sum()))
+    # To first order, a change of the weights by their own length changes the loss by at
+    # most this product.
     largest_change = 0.0
     for name, gradient in exact.gradients[0].items():
         weight = exact.weights[0].get(name)
@@ -114,15 +119,18 @@ def excessive_rounding(
 
     Args:
         exact: the plain loop in float64.
-        rounded: in the precision of the run.
-        single: in float32.
-        eps: of the precision's dtype.
-        precision: its name.
+        rounded: the plain loop in the precision of the run.
+        single: the plain loop in float32.
+        eps: the rounding unit of the precision's dtype.
+        precision: the name of the precision.
     """
+    # Nothing more exact than float64 measures its error.
     if precision == "64-true":
         return None
     predictor = single
-    if rounded is single:  # nothing predicts the error of float32
+    if rounded is single:
+        # Nothing predicts the error of float32: the condition is 0 then, and the assumed
+        # eps alone is the prediction.
         predictor = exact
         eps = _FLOAT32
     errors = measure_rounding(
@@ -131,7 +139,8 @@ def excessive_rounding(
     excessive = [rounding for rounding in errors if _is_excessive(rounding, eps)]
     if not excessive:
         return None
-    last = excessive[-1]  # backward reaches it first
+    # Backward reaches the last parameter first; the others may have its error.
+    last = excessive[-1]
     text = f"in {precision} the gradient is {last.scale:.3g} times that of float64 and differs by {percent(last.error)}"
     if len(excessive) > 1:
         text += f", and those of {plural(len(excessive) - 1, 'more parameter')}"
@@ -143,6 +152,7 @@ def excessive_rounding(
 def _is_excessive(rounding: Rounding, eps: float) -> bool:
     if rounding.error > _FACTOR * rounding.predicted:
         return True
+    # A gradient that is too long as a whole is no rounding, even where its error is small.
     bias = abs(rounding.scale - 1)
     explained = max(_SCALE * eps, _SCALE * rounding.predicted / 2)
     return bias > max(explained, 2 * rounding.residual)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, final
+from typing import final
 
 from lightning_utilities.core.overrides import is_overridden
 from torch.optim import Optimizer
@@ -13,6 +13,7 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import ModuleHooks
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.signatures import takes
+from trainer_kit.core.types import Batch, StepOutput
 from trainer_kit.step.closures import requires_closure
 from trainer_kit.step.optimizers import Optimizers, configure_optimizers
 from trainer_kit.verify.manual import PlainOptimizer
@@ -30,9 +31,9 @@ class Rank:
     """A module in the plain loop, with its optimizers; in manual optimization each rank has one.
 
     Args:
-        loop: its Trainer.
-        module: it is trained.
-        move: how a batch gets onto the device; None: it stays as it is.
+        loop: the module's Trainer.
+        module: the module that is trained.
+        move: moves a batch onto the device; None: it stays where it is.
         before: called before each step of an optimizer in manual optimization.
     """
 
@@ -40,12 +41,13 @@ class Rank:
         self,
         loop: PlainTrainer,
         module: TrainModule,
-        move: Callable[..., Any] | None,
+        move: Callable[..., Batch] | None,
         before: Callable[[Rank, Optimizer], None],
     ) -> None:
         self.module = module
         self.loop = loop
         self.move = move
+        # First: `configure_optimizers` may read ``self.trainer``.
         module.trainer = loop
         self.configured: Optimizers = configure_optimizers(module)
         _check(self.configured)
@@ -58,7 +60,7 @@ class Rank:
         self._takes_number = takes(module.training_step, 2)
         self._micro: Micro | None = None
 
-    def step(self, batch: Any, number: int) -> Any:
+    def step(self, batch: Batch, number: int) -> StepOutput:
         """Call ``training_step``, which may take no number."""
         if self._takes_number:
             return self.module.training_step(batch, number)
@@ -76,7 +78,7 @@ class Rank:
         """Whether the module overrides a method of `TrainModule`."""
         return is_overridden(name, self.module, TrainModule)
 
-    def hook(self, name: str, *arguments: Any) -> None:
+    def hook(self, name: str, *arguments: object) -> None:
         """Call a hook of the module, where it has one."""
         if is_overridden(name, self.module, ModuleHooks):
             getattr(self.module, name)(*arguments)
@@ -95,13 +97,14 @@ def _check(configured: Optimizers) -> None:
 
 def logged_by(rank: Rank) -> list[Logged]:
     """Name, value and weight of what a rank has logged last."""
-    return [(name, *values[-1]) for name, values in rank.loop.metrics.found.items()]
+    return [(name, *values[-1]) for name, values in rank.loop.metrics.values.items()]
 
 
 def values_of_first_rank(logged: list[Logged]) -> dict[str, float]:
     """The values by name, without the suffix of values of a step."""
     values: dict[str, float] = {}
     for name, value, _ in logged:
+        # A scheduler monitors the value of its rank under the name that the user has logged.
         values.setdefault(name.removesuffix("_step"), value)
     return values
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.states import names_validation
 from trainer_kit.core.tensors import tensors_of
+from trainer_kit.core.types import Loaders, MetricValue
 from trainer_kit.data import Feed
 from trainer_kit.data.order import derive_seed
 from trainer_kit.step.optimizers import LRSchedulerConfig
@@ -60,6 +62,7 @@ class Watched:
     """What modules computed in one micro-batch, each in the order of computation."""
 
     outputs: dict[OutputKey, Tensor] = field(default_factory=dict)
+    """Outputs of modules, in host memory."""
     flows: dict[OutputKey, Tensor] = field(default_factory=dict)
     """Gradients of the outputs."""
     calls: Counter[str] = field(default_factory=Counter)
@@ -77,7 +80,7 @@ class Micro:
     loss: dict[str, Tensor] = field(default_factory=dict)
     watched: Watched | None = None
     operations: list[str] = field(default_factory=list)
-    """Of the traced module."""
+    """The operations of the traced module, a line each."""
     changed: bool = False
     """Whether the step has changed its batch in place."""
 
@@ -95,6 +98,8 @@ class Micro:
         """Compare the batch with what the step got."""
         values = list(tensors_of(batch))
         if len(values) != len(self.batch):
+            # The step has added or removed entries; whether it has also changed tensors
+            # cannot be seen, and `changed` only words a difference that is found elsewhere.
             self.changed = False
             return
         self.changed = not all(
@@ -108,11 +113,15 @@ class Record:
     """A run of several steps on one rank. Keys of ``micros`` are (step, micro-batch of the step), both from 0.
 
     Args:
-        places: ranks that divide the data.
-        seed: of the order.
+        data_ranks: number of ranks that divide the data.
+        seed: the seed of the data order.
+        tied: names of one and the same parameter, before training.
+        plan: the dataset's indices in the order of one process.
+        orders: the indices of the first two epochs; None: not known.
+        divides: whether a sampler divides the data.
 
     Attributes:
-        place: this rank's place among those ranks.
+        data_rank: this rank's number among those ranks.
         divisor: by what the engine divides the sum of the ranks' gradients.
         own_buffers: whether no rank sends its buffers.
         own_batches: whether the loader makes its batches itself, so that one process cannot read them as one.
@@ -120,27 +129,32 @@ class Record:
         weights: by step and name: complete, after the step; parameters and buffers.
         local: by step and name: parameters and buffers of which this rank has a whole copy; -1: before training.
         attributes: by step and name: plain attributes of the module and its parts before the step, as text.
-        untrained: of the plain loop, by step: buffers and frozen parameters of each place; -1: before training.
+        untrained: of the plain loop, by step: buffers and frozen parameters of each data rank; -1: before training.
         logged: by step and name.
-        tied: names of one and the same parameter, before training.
         draws: whether a step draws random numbers.
-        even: whether each place has a batch in every micro-batch, every window is complete, and no epoch ends.
-        plan: the dataset's indices in the order of one process.
-        orders: the indices of the first two epochs; None: not known.
-        divides: whether a sampler divides the data.
-        rank: of all ranks.
+        even: whether each data rank has a batch in every micro-batch, every window is complete, and no epoch ends.
+        rank: this rank's number among all ranks.
         compiled: whether torch compiled code while it trained.
         buffers: the names of buffers.
         retargeted: samplers that were made for other ranks, in words.
         norms: the names of batch norms that normalise with the statistics of a rank's batch.
         synced: the names of those that normalise with the statistics of all ranks.
         waiting: the schedulers that wait for a validation, in words.
-        whole: of those, the ones that could not be divided by the ``shares`` of a `Recorder`.
+        whole: the names of batch norms that could not be divided by the ``shares`` of a `Recorder`.
     """
 
-    def __init__(self, places: int = 1, seed: int = 0) -> None:
-        self.place = 0
-        self.places = places
+    def __init__(
+        self,
+        data_ranks: int = 1,
+        seed: int = 0,
+        *,
+        tied: Sequence[tuple[str, ...]] = (),
+        plan: list[int] | None = None,
+        orders: Sequence[list[int] | None] = (),
+        divides: bool = False,
+    ) -> None:
+        self.data_rank = 0
+        self.data_ranks = data_ranks
         self.rank = 0
         self.divisor = 1
         self.seed = seed
@@ -156,10 +170,10 @@ class Record:
         self.attributes: dict[int, dict[str, str]] = {}
         self.untrained: dict[int, list[dict[str, Tensor]]] = {}
         self.logged: dict[int, dict[str, float]] = {}
-        self.tied: list[tuple[str, ...]] = []
-        self.plan: list[int] | None = None
-        self.orders: list[list[int] | None] = []
-        self.divides = False
+        self.tied = list(tied)
+        self.plan = plan
+        self.orders = list(orders)
+        self.divides = divides
         self.buffers: set[str] = set()
         self.retargeted: list[str] = []
         self.norms: list[str] = []
@@ -167,11 +181,12 @@ class Record:
         self.waiting: list[str] = []
         self.whole: set[str] = set()
 
-    def describe_run(self, trainer: Session, module: TrainModule) -> None:
+    def describe_run(self, trainer: Session, module: TrainModule, feed: Feed) -> None:
         """Record how a run divides its data and its gradients, and the layers and schedulers that need care."""
+        self.own_batches = makes_batches(feed)
         strategy = trainer.strategy
-        self.place = strategy.data.rank
-        self.places = strategy.data.size
+        self.data_rank = strategy.data.rank
+        self.data_ranks = strategy.data.size
         self.rank = strategy.world.rank
         self.divisor = strategy.gradient_divisor
         self.own_buffers = strategy.own_buffers
@@ -179,9 +194,34 @@ class Record:
         self.norms = batch_norms(module)
         self.synced = synced_norms(module)
         self.waiting = []
+        # In manual optimization the module steps its schedulers itself.
         if module.automatic_optimization:
             self.waiting = without_validation(trainer.lr_scheduler_configs)
         self.buffers = {canonical(name) for name, _ in module.named_buffers()}
+
+    def divide_norms(
+        self, module: TrainModule, rows: Callable[[], list[Tensor] | None]
+    ) -> None:
+        """Let batch norms normalise the rows of each rank by themselves; `whole` gets the names of the others."""
+        self.whole = DividedNorms(module, rows).whole
+
+    def retarget(
+        self, loaders: Loaders, rank: int, data_ranks: int, world: int
+    ) -> None:
+        """Let passed samplers divide the data as under a launcher, and record which were changed."""
+        self.retargeted = retarget_samplers(loaders, rank, data_ranks, world)
+
+    def note_compiled(self, compiled: bool) -> None:
+        """Record whether torch compiled code while it trained."""
+        self.compiled = compiled
+
+    def note_draws(self) -> None:
+        """Record that a step draws random numbers."""
+        self.draws = True
+
+    def note_uneven(self) -> None:
+        """Record that a window is incomplete, a data rank has no batch, or an epoch ends."""
+        self.even = False
 
 
 def reseed(*parts: int) -> None:
@@ -192,13 +232,13 @@ def reseed(*parts: int) -> None:
     torch.manual_seed(seed)
 
 
-def whole(value: Any) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
     """A copy in host memory, of all shards; collective for sharded tensors."""
-    value = value.detach()
-    if hasattr(value, "full_tensor"):
-        value = value.full_tensor()
-    copied: Tensor = value.to("cpu", copy=True)
-    return copied
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    # A copy on the CPU too: optimizers and batch norms change their tensors in place.
+    return tensor.to("cpu", copy=True)
 
 
 def makes_batches(feed: Feed) -> bool:
@@ -232,7 +272,7 @@ def tied_names(module: nn.Module) -> list[tuple[str, ...]]:
 
 def watch(
     module: nn.Module, current: Callable[[], Micro | None], traced: str = ""
-) -> Iterator[Any]:
+) -> Iterator[RemovableHandle]:
     """Register hooks that record outputs and their gradients; yields the handles.
 
     Args:
@@ -248,7 +288,8 @@ def watch(
         if micro is None or micro.watched is None:
             return
         if torch._C._current_graph_task_id() != -1:
-            return  # in backward, a checkpoint computes again
+            # Backward runs: activation checkpointing computes this output a second time.
+            return
         watched = micro.watched
         call = watched.calls[name]
         watched.calls[name] += 1
@@ -258,7 +299,10 @@ def watch(
                 continue
             watched.outputs[key] = whole(value)
             if value.requires_grad:
-                value.register_hook(partial(record_flow, watched, key))  # type: ignore[no-untyped-call]
+                # The hook holds `watched` itself: when it runs, another micro-batch of the
+                # plain loop may be current.
+                hook = partial(record_flow, watched, key)
+                value.register_hook(hook)  # type: ignore[no-untyped-call]  # of torch
 
     def record_flow(watched: Watched, key: OutputKey, gradient: Tensor) -> None:
         watched.flows[key] = whole(gradient)
@@ -270,6 +314,7 @@ def watch(
         return micro.operations
 
     for name, submodule in module.named_modules():
+        # The root has no output to record: the Trainer calls `training_step`, not the module.
         if name:
             hook = partial(record_outputs, canonical(name))
             yield submodule.register_forward_hook(hook)
@@ -282,14 +327,14 @@ class Recorder(Callback):
     """Fills a `Record` while the Trainer fits, and ends the fit.
 
     Args:
-        steps: after which the fit ends; modules see the limits that the user has set.
+        steps: optimizer steps after which the fit ends; modules see the limits that the user has set.
         reseeds: the seed of every micro-batch's random numbers; None: the run draws as it does without this callback.
         watched: the steps whose module outputs are recorded.
         traced: the name of a module whose operations are recorded at those steps; empty: none.
         saves: the step after which a checkpoint is saved, and its path; None: no checkpoint.
         shares: batch norms normalise these parts of each batch by themselves, as ranks do; None: the whole batch.
         threads: whether ranks are threads; then no thread of its own writes the checkpoint, which has no rank.
-        loaders: that the user has passed.
+        loaders: the loaders that the user has passed.
         describe: returns the plain attributes of the module.
     """
 
@@ -305,7 +350,7 @@ class Recorder(Callback):
         saves: tuple[int, str] | None = None,
         shares: Shares | None = None,
         threads: bool = False,
-        loaders: object = None,
+        loaders: Loaders = None,
         describe: Callable[[nn.Module], dict[str, str]],
     ) -> None:
         self.record = Record()
@@ -321,31 +366,33 @@ class Recorder(Callback):
         self._key = (-1, -1)
         self._micro: Micro | None = None
         self._names: dict[int, str] = {}
-        self._handles: list[Any] = []
-        self._feed: Any = None
+        self._handles: list[RemovableHandle] = []
+        self._feed: Feed | None = None
         self._compiled = 0
 
     def setup(self, trainer: Session, pl_module: TrainModule, stage: str) -> None:
         """Let passed samplers divide the data as under a launcher."""
+        # Before the loaders are read for the first time: they then start with their rank.
         data = trainer.strategy.data
         world = trainer.strategy.world
-        self.record.retargeted = retarget_samplers(
-            self.loaders, data.rank, data.size, world.size
-        )
+        self.record.retarget(self.loaders, data.rank, data.size, world.size)
 
     def on_train_start(self, trainer: Session, pl_module: TrainModule) -> None:
         """Set the end of the fit, note how it divides its data, and register the hooks on modules."""
         record = self.record
         assert trainer.run is not None
+        # Here and not by settings: what the module reads from them while it is set up
+        # (schedules of learning rates count steps) must be what the user has set.
         trainer.run.schedule.limit_to_steps(self.steps)
-        record.describe_run(trainer, pl_module)
+        feed = trainer.run.windows.feed
+        feed.record_indices()
+        self._feed = feed
+        record.describe_run(trainer, pl_module, feed)
         if self.shares is not None:
-            record.whole = DividedNorms(pl_module, self._rows).whole
+            record.divide_norms(pl_module, self._rows)
         if self.threads:
             trainer.run.saver.write_in_training_thread()
-        self._feed = trainer.run.windows.feed
-        self._feed.record_indices()
-        record.own_batches = makes_batches(self._feed)
+        # Optimizers hold parameters without their names.
         self._names = names_of(pl_module)
         record.local[-1] = _local_tensors(pl_module)
         self._compiled = _compiled_frames()
@@ -358,19 +405,25 @@ class Recorder(Callback):
         """Record the batch."""
         step = trainer.progress.step
         last_step, last_index = self._key
-        index = last_index + 1 if step == last_step else 0
+        index = 0
+        if step == last_step:
+            index = last_index + 1
         self._key = step, index
         if index == 0:
             self.record.attributes[step] = self._describe(pl_module)
-        micro = Micro(
-            [whole(value) for value in tensors_of(batch)],
-            self._feed.next_indices(),
-            watched=Watched() if step in self.watched else None,
-        )
+        watched = None
+        if step in self.watched:
+            watched = Watched()
+        assert self._feed is not None
+        ids = self._feed.next_indices()
+        tensors = [whole(value) for value in tensors_of(batch)]
+        micro = Micro(tensors, ids, watched=watched)
         self._micro = micro
         self.record.micros[step, index] = micro
         if self.reseeds is not None:
-            batch_of_world = index * self.record.places + self.record.place
+            # The plain loop seeds by the same number, so that its dropout masks are those
+            # of this rank.
+            batch_of_world = index * self.record.data_ranks + self.record.data_rank
             reseed(self.reseeds, step, batch_of_world)
 
     def _rows(self) -> list[Tensor] | None:
@@ -405,33 +458,45 @@ class Recorder(Callback):
 
     def on_train_step_end(self, trainer: Session, pl_module: TrainModule) -> None:
         """Record the weights; save a checkpoint where it is due."""
+        # The step is counted already.
         step = trainer.progress.step - 1
+        state = trainer.strategy.module_state(pl_module)
         weights: dict[str, Tensor] = {}
-        for name, value in trainer.strategy.module_state(pl_module).items():
+        for name, value in state.items():
             if isinstance(value, Tensor):
                 weights[canonical(name)] = whole(value)
         self.record.weights[step] = weights
         self.record.local[step] = _local_tensors(pl_module)
-        if self.saves is not None and self.saves[0] == step:
-            trainer.save_checkpoint(self.saves[1])
+        if self.saves is None:
+            return
+        save_step, path = self.saves
+        if save_step == step:
+            trainer.save_checkpoint(path)
 
     def on_train_end(self, trainer: Session, pl_module: TrainModule) -> None:
         """Remove the hooks from modules; note whether anything was compiled."""
-        self.record.compiled = _compiled_frames() > self._compiled
+        self.record.note_compiled(_compiled_frames() > self._compiled)
         for handle in self._handles:
             handle.remove()
 
     def take_logs(self, trainer: Session) -> None:
         """Record the values that would go to the loggers."""
+        # A patch of this trial alone, which has no loggers: `log_metrics` gets exactly the
+        # values that they would get.
+        vars(trainer)["log_metrics"] = partial(self._log, trainer)
 
-        def log(metrics: Mapping[str, Any], step: int | None = None) -> None:
-            if step is None:
-                step = trainer.progress.step
-            values = self.record.logged.setdefault(step - 1, {})
-            for name, value in metrics.items():
-                values[name] = float(value)
-
-        vars(trainer)["log_metrics"] = log
+    def _log(
+        self,
+        trainer: Session,
+        metrics: Mapping[str, MetricValue],
+        step: int | None = None,
+    ) -> None:
+        """Record values; logged without a step, they belong to the one that has just ended."""
+        if step is None:
+            step = trainer.progress.step
+        values = self.record.logged.setdefault(step - 1, {})
+        for name, value in metrics.items():
+            values[name] = float(value)
 
 
 def _local_tensors(module: TrainModule) -> dict[str, Tensor]:
@@ -448,8 +513,10 @@ def _local_tensors(module: TrainModule) -> dict[str, Tensor]:
 
 
 def _compiled_frames() -> int:
+    # Read without an import, which takes seconds; nothing is compiled before someone
+    # has imported it.
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
-    if dynamo is None:  # nothing is compiled before it is imported
+    if dynamo is None:
         return 0
     return int(dynamo.counters["frames"]["total"])
 
@@ -463,19 +530,20 @@ def without_validation(schedulers: Iterable[LRSchedulerConfig]) -> list[str]:
     for config in schedulers:
         if not config.reduce_on_plateau or config.monitor is None:
             continue
-        config.strict = False
+        config.allow_missing_metric()
         if names_validation(str(config.monitor)):
-            config.interval = "epoch"
-            config.frequency = sys.maxsize
-            names.append(
-                f"{type(config.scheduler).__name__} monitors {config.monitor!r}"
-            )
+            config.never_advance()
+            scheduler = type(config.scheduler).__name__
+            names.append(f"{scheduler} monitors {config.monitor!r}")
     return names
 
 
 def losses_of(outputs: object) -> dict[str, Tensor]:
     """The losses in what ``training_step`` returned, by name."""
-    values = outputs if isinstance(outputs, Mapping) else {"loss": outputs}
+    values: Mapping[object, object] = {"loss": outputs}
+    if isinstance(outputs, Mapping):
+        values = outputs
+    # Other entries of the mapping, such as predictions, are no losses.
     return {
         str(name): whole(value)
         for name, value in values.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
@@ -21,6 +21,7 @@ from trainer_kit.core.errors import ConfigurationError, DataError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.tensors import map_tensors, tensors_of
+from trainer_kit.core.types import Batch, Loaders, Nested, StepOutput
 from trainer_kit.data import EMPTY, Feed
 from trainer_kit.precision.precision import Precision
 from trainer_kit.step.optimizers import parameters_of
@@ -46,7 +47,6 @@ from trainer_kit.verify.recorder import (
     Micro,
     Record,
     Watched,
-    losses_of,
     names_of,
     reseed,
     tied_names,
@@ -57,10 +57,10 @@ from trainer_kit.verify.trainer import NeedsJoinError, PlainTrainer
 
 __all__ = ["plain_loop"]
 
-_Ended = tuple[Any, Any, int]
+_BatchEnd = tuple[StepOutput, Batch, int]
 """The arguments of ``on_train_batch_end``."""
-_Ran = tuple[list[_Ended], list[Logged]]
-"""Of each rank: what has ended, and what was logged."""
+_RowResult = tuple[list[_BatchEnd], list[Logged]]
+"""The ends of the micro-batches of all ranks, and what the ranks have logged in them."""
 
 
 @final
@@ -69,11 +69,11 @@ class _Plain:
 
     Args:
         trainer: has settings and seed; it does not run.
-        module: it is trained.
-        datamodule: or None.
-        precision: of the computation.
-        steps: optimizer steps.
-        division: of the data.
+        module: the module that is trained.
+        datamodule: the user's datamodule, or None.
+        precision: the dtypes of the computation.
+        steps: number of optimizer steps.
+        division: how the compared run divides its data.
         watched: steps whose module outputs are recorded.
         traced: the name of a module whose operations are recorded at these steps.
     """
@@ -101,23 +101,25 @@ class _Plain:
         precision.convert_module(module)
         module.to(strategy.device)
         modules = [module]
+        # In manual optimization ranks step inside `training_step`, where they meet: each
+        # needs weights of its own. Otherwise one module runs the micro-batches of all.
         if not self.automatic:
-            modules += [copied(module) for _ in range(division.places - 1)]
-        self.ranks = [
-            Rank(
-                PlainTrainer(trainer, self.progress, division.world),
-                rank_module,
-                mover(rank_module, datamodule, strategy, precision)[0],
-                self.before_step,
-            )
-            for rank_module in modules
-        ]
+            modules += [copied(module) for _ in range(division.data_ranks - 1)]
+        gather = None
+        if division.data_ranks == division.world:
+            gather = self.gather
+        self.ranks: list[Rank] = []
+        for rank_module in modules:
+            loop = PlainTrainer(trainer, self.progress, division.world, gather=gather)
+            move, _ = mover(rank_module, datamodule, strategy, precision)
+            self.ranks.append(Rank(loop, rank_module, move, self.before_step))
         self.first = self.ranks[0]
         self.configured = self.first.configured
         self.context = precision.forward_context
         self.names = names_of(module)
-        self.record = Record(division.places, division.seed)
-        self.record.tied = tied_names(module)
+        self.record = Record(
+            division.data_ranks, division.seed, tied=tied_names(module)
+        )
         self.window = 1
         self.total = 1.0
         self.buffers: list[dict[str, Tensor]] = []
@@ -125,17 +127,14 @@ class _Plain:
         self.losses: list[Tensor] = []
         self.has_loss_weight = is_overridden("loss_weight", module, TrainModule)
         self.turns: Turns | None = None
-        self.place = 0
+        self.data_rank = 0
         self.inputs: list[Any] = []
         self.outputs: list[Any] = []
         self.scaled: list[list[tuple[list[nn.Parameter] | None, Tensor]]] = []
         waits = bool(division.synced) or division.joined
-        self.joins = division.places > 1 and self.automatic and waits
-        if division.synced and division.places > 1:
+        self.joins = division.data_ranks > 1 and self.automatic and waits
+        if division.synced and division.data_ranks > 1:
             self.join()
-        if division.places == division.world:
-            for rank in self.ranks:
-                rank.loop.gather = self.gather
         if watched:
             for rank in self.ranks:
                 list(watch(rank.module, rank.running, traced))
@@ -150,7 +149,7 @@ class _Plain:
             )
         join_norms(self.module, self.division.synced, self.meet)
 
-    def hook(self, name: str, *arguments: Any) -> None:
+    def hook(self, name: str, *arguments: object) -> None:
         """Call a hook of each rank's module."""
         for rank in self.ranks:
             rank.hook(name, *arguments)
@@ -162,19 +161,21 @@ class _Plain:
         self.hook("on_fit_start")
         self.hook("on_train_start")
         self.share_buffers()
+        # The state before the first step has the number -1.
         self.record.untrained[-1] = self.untrained_values()
         while progress.step < self.steps:
             step_before = progress.step
             self.hook("on_train_epoch_start")
             rows = islice(rows_of(feeds, progress.epoch), limit)
             if progress.epoch > 0:
-                self.record.even = False
+                self.record.note_uneven()
             while progress.step < self.steps:
                 window_rows = list(islice(rows, window))
                 if not window_rows:
                     break
                 self.step(window_rows)
             self.end_epoch()
+            # Without this an empty loader would start epoch after epoch forever.
             if progress.step == step_before:
                 raise DataError(
                     "the training loader has no batches",
@@ -187,6 +188,8 @@ class _Plain:
         progress = self.progress
         self.hook("on_train_epoch_end")
         progress.epoch += 1
+        # A scheduler may monitor a value of the last step, or the mean of the epoch, which
+        # takes precedence.
         metrics = dict(self.record.logged.get(progress.step - 1, {}))
         sums = self.first.loop.metrics.epoch
         for name, (total, weight) in sums.items():
@@ -200,25 +203,27 @@ class _Plain:
         """One optimizer step over the micro-batches of all ranks: the gradient is sum(w g) / sum(w)."""
         progress = self.progress
         step = progress.step
-        weights = [[self.weight(batch, size) for batch, size, _ in row] for row in rows]
+        weights = [self.row_weights(row) for row in rows]
+        # All weights are 0 where no sample has a valid target: the gradient is then 0 too.
         self.total = sum(map(sum, weights)) or 1.0
         if len(rows) < self.window or any(map(_has_empty_batch, rows)):
-            self.record.even = False
+            self.record.note_uneven()
         if self.automatic:
             self.zero()
         self.share_buffers()
         logged: list[Logged] = []
         for index, (row, row_weights) in enumerate(zip(rows, weights, strict=True)):
             shares = [weight / self.total for weight in row_weights]
-            ended, logged = self.run_row(row, (step, index), shares)
-            progress.batch += 1
-            progress.epoch_batch += 1
+            batch_ends, logged = self.run_row(row, (step, index), shares)
+            progress.pass_batches(1)
+            # What optimizers and hooks change is changed by every rank in the run, and
+            # only once here.
             with self.equal_buffers():
                 # The end of the last micro-batch follows the optimizer step.
                 if index + 1 == len(rows):
                     self.optimize(step, values_of_first_rank(logged))
                     progress.step += 1
-                self.end(ended)
+                self.end(batch_ends)
         self.record.weights[step] = {
             canonical(name): whole(value)
             for name, value in self.module.state_dict().items()
@@ -227,7 +232,9 @@ class _Plain:
         self.record.untrained[step] = self.untrained_values()
         self.record.logged[step] = weighted_means(logged)
 
-    def run_row(self, row: Row, key: tuple[int, int], shares: list[float]) -> _Ran:
+    def run_row(
+        self, row: Row, key: tuple[int, int], shares: list[float]
+    ) -> _RowResult:
         """Forward and backward of one micro-batch of each rank."""
         if not self.automatic:
             return self.manually(row, key, shares)
@@ -249,9 +256,12 @@ class _Plain:
 
     def optimize(self, step: int, metrics: dict[str, float]) -> None:
         """Step optimizers and schedulers, unless the module does."""
+        # In manual optimization `before_step` fills it; the entry exists in both cases, for
+        # a step that no optimizer makes.
         gradients = self.record.gradients.setdefault(step, {})
         if not self.automatic:
             return
+        # Before clipping, as in the run.
         for parameter in self.module.parameters():
             if parameter.grad is not None:
                 gradients[self.names[id(parameter)]] = whole(parameter.grad)
@@ -268,8 +278,12 @@ class _Plain:
         else:
             self.first.loop.clip_gradients(optimizer, None, None)
         if self.first.owns("optimizer_step"):
-            loss = sum(self.losses) if self.losses else None
+            loss = None
+            if self.losses:
+                loss = sum(self.losses)
+            # The batch that has ended is counted already.
             batch = self.progress.epoch_batch - 1
+            # Forward and backward have run: the closure only returns their loss.
             closure = partial(_identity, loss)
             self.module.optimizer_step(self.progress.epoch, batch, optimizer, closure)
         else:
@@ -287,6 +301,7 @@ class _Plain:
             metric = None
             if config.monitor is not None and config.reduce_on_plateau:
                 metric = metrics.get(str(config.monitor))
+                # It waits for its metric, as in the run.
                 if metric is None:
                     continue
             if self.first.owns("lr_scheduler_step"):
@@ -296,62 +311,71 @@ class _Plain:
             else:
                 config.scheduler.step(metric)
 
-    def end(self, ended: list[_Ended]) -> None:
+    def end(self, batch_ends: list[_BatchEnd]) -> None:
         """Call ``on_train_batch_end`` of each rank's module, with its own batch; of a shared one as the first rank."""
-        for rank, arguments in zip(self.ranks, ended, strict=False):
+        for rank, arguments in zip(self.ranks, batch_ends, strict=False):
             rank.hook("on_train_batch_end", *arguments)
 
     def automatically(
         self, row: Row, key: tuple[int, int], shares: list[float]
-    ) -> _Ran:
+    ) -> _RowResult:
         """Forward and backward of one micro-batch of each rank, one after the other through one module."""
-        ended: list[_Ended] = []
+        batch_ends: list[_BatchEnd] = []
         logged: list[Logged] = []
-        for place, (batch, _, ids) in enumerate(row):
+        for data_rank, (batch, _, ids) in enumerate(row):
             if batch is EMPTY:
                 continue
-            self.load_buffers(self.buffers[place])
-            ended.append(
-                self.micro(self.first, batch, ids, (*key, place), shares[place])
-            )
-            self.buffers[place] = self.read_buffers()
+            self.load_buffers(self.buffers[data_rank])
+            micro_key = (*key, data_rank)
+            share = shares[data_rank]
+            batch_ends.append(self.micro(self.first, batch, ids, micro_key, share))
+            self.buffers[data_rank] = self.read_buffers()
             logged += logged_by(self.first)
-        return ended, logged
+        return batch_ends, logged
 
-    def jointly(self, row: Row, key: tuple[int, int], shares: list[float]) -> _Ran:
+    def jointly(
+        self, row: Row, key: tuple[int, int], shares: list[float]
+    ) -> _RowResult:
         """As `automatically`, but ranks wait for each other in batch norms, and one backward follows for all."""
-        places = [
-            place for place, (batch, _, _) in enumerate(row) if batch is not EMPTY
+        data_ranks = [
+            data_rank
+            for data_rank, (batch, _, _) in enumerate(row)
+            if batch is not EMPTY
         ]
-        layers = "its SyncBatchNorm layers" if self.division.synced else "all_gather"
-        self.turns = Turns(len(places), layers)
+        meeting = "all_gather"
+        if self.division.synced:
+            meeting = "its SyncBatchNorm layers"
+        self.turns = Turns(len(data_ranks), meeting)
         self.scaled = []
-        ended: list[_Ended] = []
+        batch_ends: list[_BatchEnd] = []
         logged: list[Logged] = []
 
         def run_rank(turn: int) -> None:
-            place = places[turn]
-            self.place = place
-            batch, _, ids = row[place]
-            self.load_buffers(self.buffers[place])
-            ended.append(
-                self.micro(self.first, batch, ids, (*key, place), shares[place])
-            )
-            self.buffers[place] = self.read_buffers()
+            data_rank = data_ranks[turn]
+            self.data_rank = data_rank
+            batch, _, ids = row[data_rank]
+            self.load_buffers(self.buffers[data_rank])
+            micro_key = (*key, data_rank)
+            share = shares[data_rank]
+            batch_ends.append(self.micro(self.first, batch, ids, micro_key, share))
+            self.buffers[data_rank] = self.read_buffers()
             logged.extend(logged_by(self.first))
 
         self.turns.run(run_rank)
         self.turns = None
+        # The graphs of the ranks are connected by the layers in which they met: a backward
+        # of one rank's loss would free the parts that the next one needs.
         for losses in zip(*self.scaled, strict=True):
             total = torch.stack([loss for _, loss in losses]).sum()
             parameters = losses[0][0]
             self.hook("on_before_backward", total)
             self.backward(total, parameters)
             self.hook("on_after_backward")
-        return ended, logged
+        return batch_ends, logged
 
     def meet(self, value: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
         """The output of a batch norm for one rank: waits for the inputs of all ranks, which are normalised together."""
+        # Outside a step, such as in a hook, no other rank is there to wait for.
         if self.turns is None:
             return forward(value)
         turn = len(self.inputs)
@@ -369,24 +393,24 @@ class _Plain:
     def wait(self, turn: int, exchange: Callable[[], None]) -> None:
         """Wait until every rank is here; the last one calls ``exchange``."""
         assert self.turns is not None
-        if not self.automatic:  # each rank has a module of its own
+        # In manual optimization each rank has a module of its own: nothing to swap.
+        if not self.automatic:
             self.turns.meet(turn, exchange)
             return
         # Other ranks run through the same module until this one goes on.
-        place = self.place
+        data_rank = self.data_rank
         micro = self.first.running()
         logs = self.first.loop.metrics
         weight = logs.weight
-        values = logs.found
-        self.buffers[place] = self.read_buffers()
+        values = logs.values
+        self.buffers[data_rank] = self.read_buffers()
         self.turns.meet(turn, exchange)
-        self.place = place
+        self.data_rank = data_rank
         self.first.run(micro)
-        logs.weight = weight
-        logs.found = values
-        self.load_buffers(self.buffers[place])
+        logs.begin(weight, values)
+        self.load_buffers(self.buffers[data_rank])
 
-    def gather(self, data: Any, sync_grads: bool) -> Any:
+    def gather(self, data: Nested, sync_grads: bool) -> Nested:
         """Stack the tensors of all ranks, as `TrainModule.all_gather` does in the run."""
         if self.turns is None:
             raise NeedsJoinError(
@@ -410,62 +434,77 @@ class _Plain:
         outputs = self.outputs
         if not sync_grads:
             outputs = [output.detach() for output in outputs]
+        # `tensors_of` and `map_tensors` walk a structure in the same order.
         remaining = iter(outputs)
         return map_tensors(data, lambda tensor: next(remaining))
 
-    def manually(self, row: Row, key: tuple[int, int], shares: list[float]) -> _Ran:
+    def manually(
+        self, row: Row, key: tuple[int, int], shares: list[float]
+    ) -> _RowResult:
         """Each rank's ``training_step``: its ``manual_backward`` waits for those of the others."""
-        ended: dict[int, _Ended] = {}
+        batch_ends: dict[int, _BatchEnd] = {}
         turns = Turns(len(row), "manual_backward or all_gather")
         self.turns = turns
         self.earlier = {}
         any_batch = next(batch for batch, _, _ in row if batch is not EMPTY)
 
-        def run_rank(place: int) -> None:
-            rank = self.ranks[place]
-            batch, _, ids = row[place]
-            share = shares[place]
-            rank.loop.backward = partial(self.backward_by_hand, turns, place, share)
+        def run_rank(data_rank: int) -> None:
+            rank = self.ranks[data_rank]
+            batch, _, ids = row[data_rank]
+            share = shares[data_rank]
+            rank.loop.run_backward_with(
+                partial(self.backward_by_hand, turns, data_rank, share)
+            )
             if batch is EMPTY:
-                # It has no part in the step, which it makes all the same.
+                # It has no part in the step (its share is 0), which it makes all the same:
+                # the other ranks wait for its backward.
                 rank.step(any_batch, self.progress.epoch_batch)
-            else:
-                ended[place] = self.micro(rank, batch, ids, (*key, place), share)
+                return
+            micro_key = (*key, data_rank)
+            batch_ends[data_rank] = self.micro(rank, batch, ids, micro_key, share)
 
         turns.run(run_rank)
         self.turns = None
         logged: list[Logged] = []
         for rank in self.ranks:
             logged += logged_by(rank)
-        return [ended[place] for place in sorted(ended)], logged
+        return [batch_ends[data_rank] for data_rank in sorted(batch_ends)], logged
 
     def micro(
-        self, rank: Rank, batch: Any, ids: Any, key: tuple[int, int, int], share: float
-    ) -> _Ended:
+        self,
+        rank: Rank,
+        batch: Batch,
+        ids: list[int] | None,
+        key: tuple[int, int, int],
+        share: float,
+    ) -> _BatchEnd:
         """One micro-batch of one rank; returns the arguments of ``on_train_batch_end``."""
-        step, index, place = key
+        step, index, data_rank = key
         number = self.progress.epoch_batch
         if self.division.counts_windows:
             number = step
         if rank.move is not None:
             batch = rank.move(batch)
-        rank.loop.metrics.weight = share * self.total
-        rank.loop.metrics.found = {}
-        micro = Micro([whole(value) for value in tensors_of(batch)], ids)
+        rank.loop.metrics.begin(share * self.total)
+        watched = None
         if step in self.watched:
-            micro.watched = Watched()
+            watched = Watched()
+        # Copied before the hook and the step, which may change the batch in place.
+        tensors = [whole(value) for value in tensors_of(batch)]
+        micro = Micro(tensors, ids, watched=watched)
         rank.run(micro)
-        batch_of_world = index * self.division.places + place
+        batch_of_world = index * self.division.data_ranks + data_rank
         self.record.micros[step, batch_of_world] = micro
         rank.hook("on_train_batch_start", batch, number)
+        # The run seeds by the same number: see `Recorder.on_train_batch_start`.
         reseed(self.division.reseeds, step, batch_of_world)
         generators = _draws()
         with self.context() or nullcontext():
             output = rank.step(batch, number)
-        self.record.draws = self.record.draws or generators != _draws()
-        micro.note_changes(batch)
+        if generators != _draws():
+            self.record.note_draws()
+        micro.end(output, batch)
         if output is not None:
-            micro.loss = losses_of(output)
             if self.automatic:
                 self.backward_losses(output, share)
             if not isinstance(output, dict):
@@ -473,7 +512,7 @@ class _Plain:
         rank.run(None)
         return output, batch, number
 
-    def backward_losses(self, output: Any, share: float) -> None:
+    def backward_losses(self, output: StepOutput, share: float) -> None:
         """Add the gradients of each loss of a step, or keep the losses where one backward follows for all ranks."""
         scaled_losses = [
             (parameters, loss * share)
@@ -489,7 +528,7 @@ class _Plain:
             self.hook("on_after_backward")
 
     def losses_by_optimizer(
-        self, output: Any
+        self, output: StepOutput
     ) -> list[tuple[list[nn.Parameter] | None, Tensor]]:
         """Each loss, with the parameters that it trains; None: all."""
         if not isinstance(output, dict):
@@ -508,26 +547,31 @@ class _Plain:
         if parameters is None:
             self.module.backward(loss)
         else:
-            loss.backward(inputs=parameters, retain_graph=True)  # type: ignore[no-untyped-call]
+            # Losses of several optimizers share a graph.
+            loss.backward(  # type: ignore[no-untyped-call]  # of torch
+                inputs=parameters, retain_graph=True
+            )
 
     def backward_by_hand(
         self,
         turns: Turns,
-        place: int,
+        data_rank: int,
         share: float,
         loss: Tensor,
         *args: Any,
         **kwargs: Any,
     ) -> None:
         """Manual optimization: add the gradients that all ranks get from this backward to those from before."""
-        rank = self.ranks[place]
+        rank = self.ranks[data_rank]
         if len(self.ranks) == 1:
             rank.hook("on_before_backward", loss)
             rank.module.backward(loss, *args, **kwargs)
             rank.hook("on_after_backward")
             return
+        # The new gradients must stand alone until all ranks have theirs: a sum with the
+        # earlier ones could not be told apart from them.
         parameters = list(rank.module.parameters())
-        self.earlier[place] = [parameter.grad for parameter in parameters]
+        self.earlier[data_rank] = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
         scaled = loss * share
@@ -539,7 +583,7 @@ class _Plain:
             earlier = [self.earlier[index] for index in range(len(modules))]
             add_gradients(modules, earlier)
 
-        turns.meet(place, add_all)
+        turns.meet(data_rank, add_all)
         rank.hook("on_after_backward")
 
     def before_step(self, rank: Rank, optimizer: Optimizer) -> None:
@@ -559,7 +603,8 @@ class _Plain:
 
     def read_buffers(self) -> dict[str, Tensor]:
         """What a module that several ranks share has of each: buffers, and parameters that no optimizer trains."""
-        if self.division.places == 1 or not self.automatic:
+        # Nothing is shared: copies would only cost time in each micro-batch.
+        if self.division.data_ranks == 1 or not self.automatic:
             return {}
         return {name: value.detach().clone() for name, value in self.untrained()}
 
@@ -573,10 +618,10 @@ class _Plain:
         return [*self.module.named_buffers(), *frozen]
 
     def share_buffers(self) -> None:
-        """Give every place the buffers of the first one, where ranks send them; frozen parameters are never sent."""
+        """Give data ranks the buffers of the first one, where the run sends them; frozen parameters are never sent."""
         values = self.read_buffers()
         if not self.buffers:
-            self.buffers = [values] * self.division.places
+            self.buffers = [values] * self.division.data_ranks
             return
         if self.division.own_buffers:
             return
@@ -585,30 +630,25 @@ class _Plain:
             for name, _ in self.module.named_buffers()
             if name in values
         }
+        # New dictionaries: data ranks may share one.
         self.buffers = [{**buffers, **sent} for buffers in self.buffers]
 
     def untrained_values(self) -> list[dict[str, Tensor]]:
-        """The untrained values of each place, by canonical name."""
+        """The untrained values of each data rank, by canonical name."""
         if not self.automatic:
-            return [
-                {
-                    canonical(name): whole(value)
-                    for name, value in rank.module.named_buffers()
-                }
-                for rank in self.ranks
-            ]
-        if self.division.places == 1:
-            return [{canonical(name): whole(value) for name, value in self.untrained()}]
-        return [
-            {canonical(name): value for name, value in values.items()}
-            for values in self.buffers
-        ]
+            return [_whole_values(rank.module.named_buffers()) for rank in self.ranks]
+        if self.division.data_ranks == 1:
+            return [_whole_values(self.untrained())]
+        # `read_buffers` has copied these.
+        return [_canonical_names(values) for values in self.buffers]
 
     def load_buffers(self, values: dict[str, Tensor]) -> None:
         """Give the module a rank's buffers."""
         for name, buffer in self.untrained():
+            # A buffer may have got another shape in a step: it stays as it is.
             if name in values and values[name].shape == buffer.shape:
-                # Also after a forward: backward uses no running statistics.
+                # ``data`` hides the change from autograd, which would refuse a backward
+                # through this forward; backward uses no running statistics.
                 buffer.data.copy_(values[name])
 
     @contextmanager
@@ -621,7 +661,11 @@ class _Plain:
             if before is None or not same_bits(value, before):
                 self.buffers = [{**buffers, name: value} for buffers in self.buffers]
 
-    def weight(self, batch: Any, size: int) -> float:
+    def row_weights(self, row: Row) -> list[float]:
+        """The weight of each rank's micro-batch in its step."""
+        return [self.weight(batch, size) for batch, size, _ in row]
+
+    def weight(self, batch: Batch, size: int) -> float:
         """The weight of a micro-batch in its step."""
         if batch is EMPTY:
             return 0.0
@@ -647,6 +691,16 @@ def _identity(loss: object) -> object:
     return loss
 
 
+def _whole_values(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Copies of tensors in host memory, by canonical name."""
+    return {canonical(name): whole(value) for name, value in named_tensors}
+
+
+def _canonical_names(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The values by the canonical names of their keys."""
+    return {canonical(name): value for name, value in values.items()}
+
+
 def _has_empty_batch(row: Row) -> bool:
     return any(batch is EMPTY for batch, _, _ in row)
 
@@ -654,7 +708,7 @@ def _has_empty_batch(row: Row) -> bool:
 def plain_loop(
     trainer: Session,
     module: TrainModule,
-    loaders: list[Any],
+    loaders: list[Loaders],
     datamodule: DataModule | None,
     *,
     precision: Precision,
@@ -669,12 +723,12 @@ def plain_loop(
 
     Args:
         trainer: has settings and seed; it does not run.
-        module: it is trained.
-        loaders: of the training data, for each place.
-        datamodule: or None.
-        precision: of the computation.
-        steps: optimizer steps.
-        division: of the data.
+        module: the module that is trained.
+        loaders: the training loaders of each data rank.
+        datamodule: the user's datamodule, or None.
+        precision: the dtypes of the computation.
+        steps: number of optimizer steps.
+        division: how the compared run divides its data.
         watched: steps whose module outputs are recorded.
         traced: the name of a module whose operations are recorded at these steps.
 
@@ -683,6 +737,8 @@ def plain_loop(
     """
     window = trainer.accumulation
     feeds, length = feeds_of(trainer, loaders, division)
+    # Before the loop is composed: `configure_optimizers` may read how many batches an epoch
+    # has, for the length of its schedule.
     trainer.training_loaders.count(length)
     plain = _Plain(
         trainer, module, datamodule, precision, steps, division, watched, traced

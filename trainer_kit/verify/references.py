@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, final
+from typing import Final, final
 
 import torch
 
 from trainer_kit.core.errors import ConfigurationError, TrainerKitError
+from trainer_kit.core.types import Keywords
 from trainer_kit.precision.aliases import make_precision
 from trainer_kit.verify.compare import Judge
 from trainer_kit.verify.loaders import Division
@@ -47,7 +48,7 @@ class References:
 
     Args:
         runs: makes all runs.
-        checks: where checks that need a launcher are skipped.
+        checks: gets the checks that are skipped because they need a launcher.
     """
 
     def __init__(self, runs: Runs, checks: CheckList) -> None:
@@ -64,7 +65,9 @@ class References:
             return self._runs.plain(make_precision("64-true"), division)
         except TrainerKitError:
             raise
-        except Exception as error:  # it has run in the Trainer's precision
+        except Exception as error:
+            # The module has run in the Trainer's precision, so float64 or the plain loop
+            # is the cause: a second run tells which of them.
             self._check_float32(division)
             raise ConfigurationError(
                 "the module does not run in float64, which verify needs to measure rounding errors",
@@ -104,18 +107,20 @@ class References:
         rounded = self.float32(division, watched)
         return Judge(exact, rounded, eps_of("32-true"))
 
-    def run_alone(self, name: str, options: dict[str, Any]) -> list[Record] | None:
+    def run_alone(self, name: str, options: Keywords) -> list[Record] | None:
         """The configuration in one process and in float32; None, and a skipped check, where it needs a launcher.
 
         Args:
-            name: of the check.
-            options: of `Runs.train`.
+            name: the name of the check.
+            options: arguments of `Runs.train`.
         """
         try:
             return self._runs.train(
                 reseeds=RESEEDS, precision=make_precision("32-true"), **options
             )
         except (KeyError, ValueError, RuntimeError) as error:
+            # A missing environment variable is a KeyError, a missing process group one of
+            # the others.
             self.skip_without_launcher(name, error)
             return None
 

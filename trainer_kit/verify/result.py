@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Final, final
+from typing import Final, final
 
 from trainer_kit.core.display import plural
+from trainer_kit.core.types import JsonObject
 from trainer_kit.verify.compare import Finding, Point
 
 __all__ = ["Check", "CheckList", "Verification"]
@@ -80,11 +81,11 @@ class Verification:
     @property
     def exit_code(self) -> int:
         """0 where nothing differs, else 1."""
-        return 0 if self.ok else 1
+        return int(not self.ok)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Everything as plain data, for JSON."""
-        curve = [
+        curve: list[JsonObject] = [
             {
                 "step": point.step,
                 "difference": _finite(point.difference),
@@ -115,6 +116,7 @@ class Verification:
         if not self.ok:
             return f"first difference: {self.first}"
         summary = "all equal, as far as checked"
+        # Callbacks are left out of every verification: who reads one line must see which.
         for check in self.checks:
             if check.name == "callbacks":
                 names = check.text.partition(":")[0]
@@ -123,7 +125,10 @@ class Verification:
 
 
 def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    # JSON has no NaN and no infinity.
+    if not math.isfinite(value):
+        return None
+    return value
 
 
 @final
@@ -131,7 +136,7 @@ class CheckList:
     """Adds checks to a result.
 
     Args:
-        result: the result.
+        result: the verification that gets them.
     """
 
     def __init__(self, result: Verification) -> None:
@@ -142,12 +147,16 @@ class CheckList:
         """The differences so far."""
         return self._result.findings
 
+    def show_curve(self, points: list[Point]) -> None:
+        """Set the difference of the weights, step by step."""
+        self._result.curve = points
+
     def add(self, name: str, finding: Finding | None, text: str) -> bool:
         """Add a comparison; returns whether nothing differs.
 
         Args:
             name: what was compared.
-            finding: the difference.
+            finding: the difference; None: nothing differs.
             text: the result where nothing differs.
         """
         if finding is None:

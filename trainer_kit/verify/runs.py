@@ -9,26 +9,28 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from copy import copy, deepcopy
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, final
 
 import torch
 from lightning_utilities.core.overrides import is_overridden
 from torch import Tensor
 
 from trainer_kit.checkpoint.commit import write_checkpoint
+from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.environment import Environment, pick_device
 from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.core.hooks import DataHooks
+from trainer_kit.core.hooks import Callback, DataHooks
 from trainer_kit.core.module import TrainModule, build_once
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import SetsAccumulation
 from trainer_kit.core.seed import preserved_rng
+from trainer_kit.core.types import Keywords, Loaders
 from trainer_kit.data import Feed
 from trainer_kit.launch.processes import run_forked
 from trainer_kit.precision.precision import Precision
@@ -40,7 +42,7 @@ from trainer_kit.verify.loaders import (
     Division,
     divides_itself,
     feeds_of,
-    place_loaders,
+    loaders_by_rank,
     rows_of,
 )
 from trainer_kit.verify.local_ranks import run_local
@@ -69,6 +71,9 @@ def locked_directory() -> Iterator[Path]:
 
     The kernel releases the lock of a killed process, in every container that shares the directory.
 
+    Yields:
+        The directory, which is removed at the end.
+
     Example:
         >>> with locked_directory() as directory:
         ...     directory.is_dir()
@@ -76,7 +81,8 @@ def locked_directory() -> Iterator[Path]:
     """
     try:
         import fcntl
-    except ImportError:  # Windows, where a directory that is in use cannot be removed
+    except ImportError:
+        # Windows has no fcntl; there a directory that is in use cannot be removed.
         with tempfile.TemporaryDirectory(
             prefix=_PREFIX, ignore_cleanup_errors=True
         ) as name:
@@ -84,14 +90,16 @@ def locked_directory() -> Iterator[Path]:
         return
     parent = Path(tempfile.gettempdir())
     for abandoned in parent.glob(f"{_PREFIX}*"):
-        # An error: it is locked, of another user, or already removed.
+        # An OSError means that the directory is locked by a running process, belongs to
+        # another user, or is already removed. In all three cases it is left alone.
         with suppress(OSError), _opened(abandoned) as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(abandoned, ignore_errors=True)
+    # Between mkdtemp and flock the directory is not locked, and another process that
+    # cleans up would remove it. So it is created under a prefix that no process looks at.
     unlocked = Path(tempfile.mkdtemp(prefix=_UNLOCKED_PREFIX))
     with _opened(unlocked) as descriptor:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        # Other processes look at it only under its new name.
         name = unlocked.name.replace(_UNLOCKED_PREFIX, _PREFIX)
         directory = unlocked.rename(parent / name)
         try:
@@ -116,11 +124,11 @@ class Runs:
     Args:
         trainer: the configuration that is verified; it is not changed.
         module: never trained in this process.
-        loaders: of the training data.
-        val_loaders: of validation, or None.
-        datamodule: or None.
+        loaders: the training loaders.
+        val_loaders: the validation loaders, or None.
+        datamodule: the user's datamodule, or None.
         steps: optimizer steps of each run.
-        directory: for what the runs return.
+        directory: where each rank writes its record.
         local: ranks are threads of this process, and train copies.
     """
 
@@ -128,8 +136,8 @@ class Runs:
         self,
         trainer: Session,
         module: TrainModule,
-        loaders: Any,
-        val_loaders: Any,
+        loaders: Loaders,
+        val_loaders: Loaders,
         datamodule: DataModule | None,
         steps: int,
         directory: Path,
@@ -144,6 +152,8 @@ class Runs:
         self.directory = directory
         self.local = local
         self._count = 0
+        # What the first runs have shown about the module; every later run starts with it,
+        # so that a run is repeated at most once for each of the two.
         self._grouped = False
         self._joined = False
         self._eager = False
@@ -170,10 +180,12 @@ class Runs:
 
     def start(self) -> None:
         """Write the weights that every run starts from, where the module builds its layers in ``configure_model``."""
-        # Optimizers import it: once here, not in every process.
+        # Optimizers import it. Imported here, every forked rank has it already.
         importlib.import_module("torch._dynamo")
         if not self._builds_layers:
             return
+        # Layers that ``configure_model`` builds have random weights, which differ in each
+        # process. Other modules have their weights already, and a fork inherits them.
 
         def build(runs: Runs, rank: int) -> None:
             trainer = PlainTrainer(runs.trainer, Progress(), self.trainer.processes)
@@ -211,14 +223,16 @@ class Runs:
             traced: the name of a module whose operations are recorded at these steps.
             saves: the step after which a checkpoint is saved, and its path.
             resumes: the checkpoint to resume from.
-            validates: after each step.
+            validates: whether a validation runs after each step.
             alone: the global batch size with which one process runs it instead; 0: the Trainer's.
             precision: instead of the Trainer's.
             shares: batch norms normalise these parts of each batch by themselves, as ranks do; None: the whole batch.
-            one_batch: without gradient accumulation.
+            one_batch: whether the callbacks that set gradient accumulation are left out.
         """
         directory = self._new_directory()
-        start = str(self.directory / _START) if self._builds_layers else None
+        start = None
+        if self._builds_layers:
+            start = str(self.directory / _START)
 
         def train_rank(runs: Runs, rank: int) -> None:
             recorder = Recorder(
@@ -236,24 +250,34 @@ class Runs:
                 validates=validates,
                 reproducible=reseeds is not None,
                 batch_size=alone,
-                compiled=not (watched or self._eager),
                 precision=precision,
+                # The hooks that record outputs must run in Python at every call.
+                compiled=not (watched or self._eager),
             )
-            accumulation = [] if one_batch else runs._accumulation_callbacks()
-            trainer.set_callbacks([*accumulation, recorder])
+            callbacks: list[Callback] = [recorder]
+            if not one_batch:
+                # Accumulation is a part of what is verified; other callbacks are left out,
+                # because the plain loop has none.
+                callbacks = [*runs._accumulation_callbacks(), recorder]
+            trainer.set_callbacks(callbacks)
             recorder.take_logs(trainer)
+            val_loaders = None
+            if validates:
+                val_loaders = runs.val_loaders
             with self._compiler():
                 trainer.fit(  # type: ignore[attr-defined]  # a trial is of the Trainer's class
                     runs.module,
                     runs.loaders,
-                    runs.val_loaders if validates else None,
+                    val_loaders,
                     runs.datamodule,
                     ckpt_path=resumes or start,
                     load_weights_only=resumes is None and start is not None,
                 )
             torch.save(recorder.record, directory / str(rank))
 
-        ranks = self.trainer.processes if alone is None else 1
+        ranks = self.trainer.processes
+        if alone is not None:
+            ranks = 1
         return self._records(train_rank, ranks, directory)
 
     def _trial_trainer(
@@ -262,17 +286,17 @@ class Runs:
         validates: bool,
         reproducible: bool,
         batch_size: int | None,
-        compiled: bool,
         precision: Precision | None,
+        compiled: bool,
     ) -> Session:
         """A Trainer of this rank that records nothing and runs only these steps.
 
         Args:
-            validates: after each step.
+            validates: whether a validation runs after each step.
             reproducible: whether workers of loaders draw the same numbers in every run.
             batch_size: of a single process, which trains without the Trainer's strategy; None: train with it.
-            compiled: whether the Trainer's ``torch.compile`` is active.
             precision: instead of the Trainer's.
+            compiled: whether the Trainer's ``torch.compile`` is active.
         """
         configured = self.trainer
         settings = replace(
@@ -287,6 +311,7 @@ class Runs:
             settings = replace(settings, validate_every=1, validate_epochs=None)
         else:
             settings = replace(settings, limits={**settings.limits, "val": 0})
+        # Read here, in the rank: the caller's process is not a rank.
         environment = Environment.detect()
         device = pick_device(configured.strategy.device.type, environment.local_rank)
         strategy = None
@@ -294,7 +319,7 @@ class Runs:
             strategy = SingleDeviceStrategy(device)
         options = configured.options
         if not compiled:
-            options = replace(options, compile_options=None)
+            options = replace(options, compile_options=None, compile_regional=False)
         trainer = trial_session(
             configured,
             settings,
@@ -308,12 +333,12 @@ class Runs:
 
     def _compiler(self) -> AbstractContextManager[object]:
         """Inside, compiled functions and modules run as they are written, if random layers are compiled."""
-        if self._eager:
-            eager: AbstractContextManager[object] = torch.compiler.set_stance(
-                "force_eager"
-            )
-            return eager
-        return nullcontext()
+        if not self._eager:
+            return nullcontext()
+        # The user may compile a module or a function itself, which no option of the
+        # Trainer turns off.
+        eager: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+        return eager
 
     def plain(
         self,
@@ -325,11 +350,10 @@ class Runs:
         """The plain loop."""
 
         def run_loop(runs: Runs, division: Division, directory: Path) -> None:
-            loaders = runs._place_loaders(division)
+            loaders = runs._set_up_loaders(division)
             build_once(runs.module)
             if self._builds_layers:
-                from trainer_kit.checkpoint.read import read_checkpoint
-
+                # Ranks load the same file as a checkpoint: see `start`.
                 start = read_checkpoint(self.directory / _START)
                 runs.module.load_state_dict(start["model"])
             with self._compiler():
@@ -352,8 +376,7 @@ class Runs:
         """The dataset's indices in the order in which one process reads them; None where they are not known."""
 
         def read(runs: Runs, division: Division, directory: Path) -> None:
-            record = Record()
-            record.plan = runs._read_plan(division)
+            record = Record(plan=runs._read_plan(division))
             torch.save(record, directory / "0")
 
         return self._run_single(read, division).plan
@@ -361,35 +384,40 @@ class Runs:
     def _read_plan(self, division: Division) -> list[int] | None:
         trainer = self.trainer
         batches = self.steps * trainer.accumulation
-        loaders = self._place_loaders(division)
+        loaders = self._set_up_loaders(division)
         feeds, length = feeds_of(trainer, loaders, division)
         if divides_itself(loaders[0]):
-            # Together the places read what one process would.
-            return _read_places(feeds, batches, length.limit)
+            # Together the data ranks read what one process would. A sampler that divides
+            # the data cannot be asked for the order of a single process.
+            return _read_data_ranks(feeds, batches, length.limit)
         limit = length.limit
         size = feeds[0].per_rank_batch_size
         if makes_batches(feeds[0]):
-            # One process reads the batches of all places one after the other.
-            batches *= division.places
-            limit = limit and limit * division.places
+            # One process reads the batches of all data ranks one after the other: their
+            # size is fixed by the loader, so it has as many more batches.
+            batches *= division.data_ranks
+            limit = limit and limit * division.data_ranks
         elif size is not None:
-            samples = size * division.places * trainer.accumulation
+            # The batch of one process has the samples of all data ranks.
+            samples = size * division.data_ranks * trainer.accumulation
             settings = replace(trainer.settings, global_batch_size=samples)
             trainer.use_settings(settings)
-        single_feeds, _ = feeds_of(trainer, loaders[:1], replace(division, places=1))
+        single_division = replace(division, data_ranks=1)
+        single_feeds, _ = feeds_of(trainer, loaders[:1], single_division)
         return _read(single_feeds[0], batches, limit)
 
     def epochs(self, division: Division) -> Record:
-        """The orders of the first two epochs at the first place."""
+        """The orders of the first two epochs at the first data rank."""
 
         def read(runs: Runs, division: Division, directory: Path) -> None:
-            loaders = runs._place_loaders(division)
+            loaders = runs._set_up_loaders(division)
             feeds, length = feeds_of(runs.trainer, loaders, division)
-            record = Record()
-            record.orders = [
-                _read_epoch(feeds[0], epoch, length.limit) for epoch in range(2)
-            ]
-            record.divides = divides_itself(loaders[0])
+            first_feed = feeds[0]
+            orders = []
+            for epoch in range(2):
+                orders.append(_read_epoch(first_feed, epoch, length.limit))
+            divides = divides_itself(loaders[0])
+            record = Record(orders=orders, divides=divides)
             torch.save(record, directory / "0")
 
         return self._run_single(read, division)
@@ -402,6 +430,7 @@ class Runs:
         division = replace(division, grouped=self._grouped, joined=self._joined)
 
         def call(runs: Runs, rank: int) -> None:
+            # The order of the samples then depends on the seed alone, as in `train`.
             settings = replace(runs.trainer.settings, reproducible=True)
             runs.trainer.use_settings(settings)
             run(runs, division, directory)
@@ -409,38 +438,72 @@ class Runs:
         try:
             return self._records(call, 1, directory)[0]
         except NeedsJoinError:
+            # The step gathers values of all ranks: let the ranks of the loop run together.
             if self._joined:
                 raise
             self._joined = True
         except (RuntimeError, ValueError) as error:
+            # ``setup`` or the loaders ask for a process group: they get one that sends
+            # nothing. Steps still have none, so that a fault in them shows.
             if self._grouped or division.world == 1 or _NO_GROUP not in str(error):
                 raise
             self._grouped = True
         return self._run_single(run, division)
 
-    def _place_loaders(self, division: Division) -> list[Any]:
-        """Set module and data up as the first rank does, and return the loaders of each place."""
+    def _set_up_loaders(self, division: Division) -> list[Loaders]:
+        """Set module and data up as the first rank does, and return the loaders of each data rank."""
         with division.as_rank(0) as rank:
-            self._attach(PlainTrainer(self.trainer, Progress(), division.world, rank))
+            self._attach_plain(division, rank)
             self._prepare_data()
             loaders = find_loaders("fit", self.loaders, self.module, self.datamodule)
         make = None
         if self.loaders is None:
             make = partial(self._make_loaders, division)
-        return place_loaders(loaders, division, self.trainer.settings.shard, make)
+        return loaders_by_rank(loaders, division, self.trainer.settings.shard, make)
 
-    def _make_loaders(self, division: Division, place: int) -> Any:
-        """The loaders of another place, from a copy of module and data that is set up as its rank."""
+    def _make_loaders(self, division: Division, data_rank: int) -> Loaders:
+        """The loaders of another data rank, from a copy of module and data that is set up as its rank."""
+        # The Trainer is not copied with the module: it is attached below.
         memo = {id(vars(self.module).get("_trainer")): None}
-        runs = copy(self)
-        with suppress(Exception):  # of any class: user code decides how a copy is made
-            copies = deepcopy((self.module, self.datamodule), memo)
-            runs.module, runs.datamodule = copies
-        with preserved_rng(), division.as_rank(place) as rank:
-            runs._attach(PlainTrainer(self.trainer, Progress(), division.world, rank))
-            if runs.module is not self.module:
+        module = self.module
+        datamodule = self.datamodule
+        # Of any class: user code decides how a copy is made. Without a copy the loaders
+        # come from the module itself, which is not set up a second time.
+        with suppress(Exception):
+            module, datamodule = deepcopy((self.module, self.datamodule), memo)
+        runs = self._with(self.trainer, module, None, None, datamodule)
+        # A rank of the run makes its own loaders only. What another rank's draw here must
+        # not change the random numbers of this one.
+        with preserved_rng(), division.as_rank(data_rank) as rank:
+            runs._attach_plain(division, rank)
+            if module is not self.module:
                 runs._prepare_data()
-            return find_loaders("fit", None, runs.module, runs.datamodule)
+            return find_loaders("fit", None, module, datamodule)
+
+    def _with(
+        self,
+        trainer: Session,
+        module: TrainModule,
+        loaders: Loaders,
+        val_loaders: Loaders,
+        datamodule: DataModule | None,
+    ) -> Runs:
+        """Runs of other objects, with these steps and this directory."""
+        return Runs(
+            trainer,
+            module,
+            loaders,
+            val_loaders,
+            datamodule,
+            self.steps,
+            self.directory,
+            self.local,
+        )
+
+    def _attach_plain(self, division: Division, rank: int) -> None:
+        """Let module and data see a Trainer of this rank."""
+        trainer = PlainTrainer(self.trainer, Progress(), division.world, rank)
+        self._attach(trainer)
 
     def _attach(self, trainer: PlainTrainer) -> None:
         """Let module and data read ``self.trainer``, as in the hooks of a fit."""
@@ -450,7 +513,7 @@ class Runs:
         if self.datamodule is not None:
             self.datamodule.trainer = trainer
 
-    def _accumulation_callbacks(self) -> list[Any]:
+    def _accumulation_callbacks(self) -> list[Callback]:
         return [
             callback
             for callback in self.trainer.callbacks
@@ -458,6 +521,8 @@ class Runs:
         ]
 
     def _prepare_data(self) -> None:
+        # In the order of a fit: all of `prepare_data`, then all of `setup`, and the
+        # datamodule first, whose attributes the module may read.
         for owner in (self.datamodule, self.module):
             if owner is not None and is_overridden("prepare_data", owner, DataHooks):
                 owner.prepare_data()
@@ -475,12 +540,15 @@ class Runs:
         self, function: Callable[[Runs, int], None], ranks: int, directory: Path
     ) -> list[Record]:
         """Call ``function`` on every rank, and load the record that each has written."""
-        if ranks == 1 or self.local:  # threads are named by those who give them turns
+        if ranks == 1 or self.local:
+            # Threads need no watch: their turns show at once that all of them wait.
             self._run(function, ranks)
         else:
             self._run_watched(function, ranks, directory)
         records = []
         for rank in range(ranks):
+            # A record is an object of this library, in a file that a rank has just
+            # written to a directory of this user.
             records.append(torch.load(directory / str(rank), weights_only=False))
         return records
 
@@ -499,6 +567,8 @@ class Runs:
         try:
             self._run(watched, ranks)
         except Exception as error:
+            # A rank that ends itself leaves only its exit code in the error; the file
+            # with the verdict says why.
             raise_verdict(directory, error)
             raise
 
@@ -506,13 +576,15 @@ class Runs:
         """Call a function on every rank, with what it changes: a forked process has all of it, a thread gets copies."""
 
         def run_forked_rank(rank: int) -> None:
-            if ranks == 1:  # one process, as it starts without a launcher
+            if ranks == 1:
+                # One process has no launcher, and so none of its variables.
                 for name in _RANK:
                     os.environ.pop(name, None)
             function(self, rank)
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the run itself shows them
+            # A fit outside `verify` shows them; here each run would repeat them.
+            warnings.simplefilter("ignore")
             if self.local:
                 run_local(lambda rank: function(self._copy(), rank), ranks)
             else:
@@ -521,14 +593,14 @@ class Runs:
 
     def _copy(self) -> Runs:
         """These runs, over copies of everything that a run changes."""
-        runs = copy(self)
         trainer = trial_session(self.trainer, self.trainer.settings)
-        runs.trainer = trainer
-        memo: dict[int, Any] = {
+        # A callback or loader that refers to the Trainer gets the trial.
+        memo: dict[int, object] = {
             id(vars(self.module).get("_trainer")): None,
             id(self.trainer): trainer,
         }
-        # In one copy, for they may share objects.
+        # One deep copy of all: two of them may share an object, which must stay one, such
+        # as the dataset of both loaders.
         originals = {
             "module": self.module,
             "loaders": self.loaders,
@@ -539,20 +611,23 @@ class Runs:
             "callbacks": self._accumulation_callbacks(),
         }
         try:
-            copies: dict[str, Any] = deepcopy(originals, memo)
-        except Exception as error:  # of any class: user code decides how a copy is made
+            copies: Keywords = deepcopy(originals, memo)
+        except Exception as error:
+            # Of any class: user code decides how a copy is made.
             raise ConfigurationError(
                 "runs in this process train copies of the module, the loaders and the strategy; one cannot be copied",
                 found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
                 fix="let ranks be processes, which need no copies: verify without local",
             ) from error
-        runs.module = copies["module"]
-        runs.loaders = copies["loaders"]
-        runs.val_loaders = copies["val_loaders"]
-        runs.datamodule = copies["datamodule"]
         trainer.use_strategy(copies["strategy"], copies["alternative"])
         trainer.set_callbacks(copies["callbacks"])
-        return runs
+        return self._with(
+            trainer,
+            copies["module"],
+            copies["loaders"],
+            copies["val_loaders"],
+            copies["datamodule"],
+        )
 
 
 def _read(feed: Feed, batches: int, limit: int | None) -> list[int] | None:
@@ -569,19 +644,22 @@ def _read(feed: Feed, batches: int, limit: int | None) -> list[int] | None:
             order += ids
             batches -= 1
         epoch += 1
-        if batches == remaining:  # an epoch without a batch
+        if batches == remaining:
+            # The loader has no batch: another epoch would have none either.
             break
     return order
 
 
 def _smaller(batches: int, limit: int | None) -> int:
-    return batches if limit is None else min(batches, limit)
+    if limit is None:
+        return batches
+    return min(batches, limit)
 
 
-def _read_places(
+def _read_data_ranks(
     feeds: Sequence[Feed], batches: int, limit: int | None
 ) -> list[int] | None:
-    """The indices that all places read, a batch of each in turn."""
+    """The indices that all data ranks read, a batch of each in turn."""
     order: list[int] = []
     epoch = 0
     while batches > 0:
@@ -593,7 +671,8 @@ def _read_places(
                 order += ids
             batches -= 1
         epoch += 1
-        if batches == remaining:  # an epoch without a batch
+        if batches == remaining:
+            # The loaders have no batch: another epoch would have none either.
             break
     return order
 

@@ -67,6 +67,7 @@ class SampleChecks:
     def _compare_indices(self, run: list[Record], division: Division) -> bool:
         """Compare the dataset's indices; returns whether they are equal, or unknown."""
         plan = self._runs.order(division)
+        # A stream, or a loader of another library, has no indices.
         ids = [micro.ids for micro in _micro_batches(run)]
         if plan is None or None in ids:
             self._checks.skip("samples", "the loader draws no indices of a dataset")
@@ -83,9 +84,12 @@ class SampleChecks:
         first_order, second_order = record.orders
         if first_order is None or first_order != second_order:
             return
+        # These orders are the same in each epoch by intent.
         if _is_sequential(first_order) or self._settings.overfit:
             return
         text = "the second epoch reads the samples in the order of the first"
+        # A sampler that does not divide the data may repeat its order by intent; one that
+        # does lacks its `set_epoch`.
         if not record.divides:
             self._checks.remark(
                 "epochs", f"{text}: a sampler that shuffles needs set_epoch"
@@ -108,7 +112,9 @@ class SampleChecks:
             return "the loaders divide the data themselves: one process cannot read the shares of the ranks"
         if not exact.draws:
             return None
-        if len(run) > division.places:
+        # Random layers are compared only where the same generator draws the same numbers in
+        # the same order: one rank for each micro-batch, and on the CPU.
+        if len(run) > division.data_ranks:
             return "random layers draw different numbers where ranks share a sample: set dropout to 0 to compare"
         if self._runs.trainer.strategy.device.type != "cpu":
             return "random layers draw different numbers in float64 on this device: set dropout to 0 to compare"
@@ -116,14 +122,16 @@ class SampleChecks:
 
     def _reads_same_indices(self, run: list[Record], exact: Record) -> bool:
         """Whether the plain loop reads the samples of each rank."""
-        needs_indices = not self._settings.shard and exact.places > 1
+        needs_indices = not self._settings.shard and exact.data_ranks > 1
         for record in run:
             for (step, index), micro in record.micros.items():
-                key = step, index * record.places + record.place
+                key = step, index * record.data_ranks + record.data_rank
                 if key not in exact.micros:
                     continue
                 if micro.ids != exact.micros[key].ids:
                     return False
+                # Without indices nothing shows whether the loader has given both the same
+                # samples, unless the Trainer divides them.
                 if micro.ids is None and needs_indices:
                     return False
         return True
@@ -140,6 +148,7 @@ def _is_sequential(order: list[int]) -> bool:
     """Whether the indices ascend, but for samples that fill the last batch."""
     if len(order) < _FEW_SAMPLES:
         return True
+    # One descent: the first samples may come again, to fill the last batch.
     descents = sum(after < before for before, after in pairwise(order))
     return descents <= 1
 
@@ -152,8 +161,9 @@ def compare_order(
     Args:
         run: one record for each rank.
         plan: the dataset's indices as one process reads them.
-        steps: of the run.
+        steps: number of steps of the run.
     """
+    # The position in the plan behind the samples of the steps so far.
     start = 0
     for step in range(steps):
         samples_by_batch = _samples_of_step(run, step)
@@ -166,6 +176,7 @@ def compare_order(
         counts = Counter(samples)
         if not samples or expected == counts:
             continue
+        # A sample that is read too often explains why others are missing.
         repeated = [
             sample
             for sample, count in counts.items()
@@ -173,11 +184,11 @@ def compare_order(
         ]
         if repeated:
             return _repeated_sample(repeated, samples_by_batch, counts, step)
-        unexpected = next(iter((counts - expected).elements()), None)
+        unexpected = [f"sample {sample}" for sample in counts - expected]
         return Finding(
             kind="samples",
             step=step,
-            where="" if unexpected is None else f"sample {unexpected}",
+            where=next(iter(unexpected), ""),
             text="a single process does not read it in this step",
             hint="the order of the data depends on the number of ranks",
         )
@@ -187,12 +198,12 @@ def compare_order(
 def _samples_of_step(
     run: Sequence[Record], step: int
 ) -> dict[tuple[int, int], list[int]]:
-    """The dataset's indices by micro-batch and place."""
+    """The dataset's indices by micro-batch and data rank."""
     samples: dict[tuple[int, int], list[int]] = {}
     for record in run:
         for (micro_step, index), micro in record.micros.items():
             if micro_step == step and micro.ids is not None:
-                samples[index, record.place] = micro.ids
+                samples[index, record.data_rank] = micro.ids
     return samples
 
 
@@ -204,11 +215,15 @@ def _repeated_sample(
 ) -> Finding:
     """Name the first sample that is read several times, and the ranks that read it."""
     sample = repeated[0]
-    places = {
-        place for (_, place), samples in samples_by_batch.items() if sample in samples
+    data_ranks = {
+        data_rank
+        for (_, data_rank), samples in samples_by_batch.items()
+        if sample in samples
     }
-    names = ", ".join(map(str, sorted(places)))
-    ranks = f"ranks {names}" if len(places) > 1 else f"rank {names}"
+    names = ", ".join(map(str, sorted(data_ranks)))
+    ranks = f"rank {names}"
+    if len(data_ranks) > 1:
+        ranks = f"ranks {names}"
     text = f"read {counts[sample]} times in this step, by {ranks}"
     if len(repeated) > 1:
         text += f", and {plural(len(repeated) - 1, 'other sample')}"
@@ -226,10 +241,13 @@ def compare_samples(run: Sequence[Record], exact: Record) -> Finding | None:
     micro_batches = []
     for record in run:
         for key, micro in record.micros.items():
-            micro_batches.append((key, record.place, record, micro))
+            micro_batches.append((key, record.data_rank, record, micro))
+    # In the order of training, so that the first difference is named.
     micro_batches.sort(key=lambda entry: entry[:2])
-    for (step, index), place, record, micro in micro_batches:
-        plain = exact.micros.get((step, index * record.places + place))
+    for (step, index), data_rank, record, micro in micro_batches:
+        plain = exact.micros.get((step, index * record.data_ranks + data_rank))
+        # Other samples are the finding of `compare_order`; another structure of the batch
+        # has no tensors to compare in pairs.
         if plain is None or plain.ids != micro.ids:
             continue
         if len(plain.batch) != len(micro.batch):
@@ -245,6 +263,7 @@ def compare_samples(run: Sequence[Record], exact: Record) -> Finding | None:
 
 def _has_same_bits(tensor: Tensor, plain: Tensor) -> bool:
     """Whether two tensors are equal in the dtype of the first."""
+    # The plain loop in float64 converts batches that the run has in a smaller dtype.
     return same_bits(tensor, plain.to(tensor.dtype))
 
 
@@ -272,6 +291,6 @@ def _other_contents(record: Record, exact: Record, step: int, location: str) -> 
         kind="data",
         step=step,
         where=location,
-        text=f"has different contents on rank {record.place} than in one process",
+        text=f"has different contents on rank {record.data_rank} than in one process",
         hint="the dataset, an augmentation or collate_fn keeps state between samples",
     )

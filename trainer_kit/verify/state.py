@@ -27,10 +27,13 @@ def plain_attributes(module: nn.Module) -> dict[str, str]:
         >>> plain_attributes(nn.Sequential(layer))["0.scale"]
         '0.5'
     """
+    # What torch and this library store in every module; `log` is bound to the fit.
     ignored = {*vars(nn.Module()), *vars(TrainModule()), "log"}
     texts: dict[str, str] = {}
     for module_name, submodule in module.named_modules():
-        prefix = f"{module_name}." if module_name else ""
+        prefix = ""
+        if module_name:
+            prefix = f"{module_name}."
         for name, value in vars(submodule).items():
             if name in ignored:
                 continue
@@ -50,6 +53,8 @@ def _text(value: object, depth: int = 3) -> str | None:
         return _tensor_text(value)
     if isinstance(value, dict):
         value = list(value.items())
+    # The repr of other objects holds their address. Long and deep containers would take a
+    # noticeable part of a step, and one that contains itself has no end.
     if not isinstance(value, (list, tuple, deque)) or len(value) > _MOST or not depth:
         return None
     texts: list[str] = []
@@ -62,6 +67,7 @@ def _text(value: object, depth: int = 3) -> str | None:
 
 
 def _tensor_text(tensor: Tensor) -> str | None:
+    # Subclasses, such as shards, may need a collective to show their values.
     if type(tensor) is not Tensor or tensor.is_meta or tensor.numel() > _MOST:
         return None
     return repr(tensor.tolist())
@@ -70,6 +76,7 @@ def _tensor_text(tensor: Tensor) -> str | None:
 def differing_state(run: list[Record], other_run: list[Record], step: int) -> list[str]:
     """The names of attributes, then of buffers and weights, that two runs have differently after a step."""
     for record, other in zip(run, other_run, strict=True):
+        # Weights come last: they differ as a consequence of state, rarely as its cause.
         names = _differing_attributes(record, other, step)
         tensors = _differing_tensors(record, other, step)
         names += [name for name in tensors if name in record.buffers]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Final, final
+from typing import Final, final
 
 from trainer_kit import callbacks
 from trainer_kit.core.arguments import check_type
@@ -15,6 +15,7 @@ from trainer_kit.core.hooks import Callback
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import SetsAccumulation
 from trainer_kit.core.state_names import uncompiled
+from trainer_kit.core.types import Keywords, Loaders
 from trainer_kit.launch.processes import no_garbage_in_forks
 from trainer_kit.precision.aliases import make_precision
 from trainer_kit.precision.precision import Precision
@@ -52,8 +53,8 @@ _SEPARATE: Final = ("loop", "layout", "precision")
 def verify(
     trainer: Session,
     module: TrainModule,
-    loaders: Any = None,
-    val_loaders: Any = None,
+    loaders: Loaders = None,
+    val_loaders: Loaders = None,
     datamodule: DataModule | None = None,
     *,
     steps: int = 4,
@@ -72,8 +73,11 @@ def verify(
     precision = trainer.precision_plugin.name
     configuration = f"strategy {strategy}, precision {precision}, {ranks}"
     result = Verification(configuration, steps)
-    # It forks many times.
-    frozen = nullcontext() if local else no_garbage_in_forks()
+    # Every run forks this process, and a torch store that a fork collects as garbage may
+    # wait for a thread of this process.
+    frozen: AbstractContextManager[object] = no_garbage_in_forks()
+    if local:
+        frozen = nullcontext()
     with frozen, locked_directory() as directory:
         runs = Runs(
             trainer, module, loaders, val_loaders, datamodule, steps, directory, local
@@ -119,7 +123,7 @@ class _Verifier:
     """Makes the comparisons in order, and fills the result.
 
     Args:
-        trainer: the configuration.
+        trainer: the configuration that is verified.
         runs: makes the runs.
         result: gets the checks.
     """
@@ -134,9 +138,12 @@ class _Verifier:
 
     def run(self) -> None:
         """Make all comparisons."""
+        # The run comes first: only its records tell how it divides the data, which the
+        # plain loop must repeat.
         run = self._runs.train(reseeds=RESEEDS)
         division = _division(run)
         exact = self._references.exact(division)
+        # Whether steps draw random numbers is known once the plain loop has run.
         if exact.draws and run[0].compiled:
             self._checks.skip(
                 "compile",
@@ -152,7 +159,9 @@ class _Verifier:
             rounded = self._runs.plain(self._precision, division)
         judge = Judge(exact, rounded, eps_of(name))
         self._check_loop(division, float32)
-        self._result.curve = judge.curve(run)
+        self._checks.show_curve(judge.curve(run))
+        # Runs that read other samples compute other values: comparing them as well would
+        # only repeat that difference.
         samples = SampleChecks(self._runs, self._checks)
         if samples.compare(run, division, exact):
             self._check_values(run, division, judge, float32)
@@ -169,6 +178,8 @@ class _Verifier:
             self._runs, self._references, self._checks, run, division, judge.exact
         )
         batches.compare_window()
+        # Buffers come last: statistics that ranks exchange are judged by the run in one
+        # process that `compare_world` makes.
         one_batch = batches.compare_world(float32)
         self._check_buffers(run, judge, one_batch)
 
@@ -182,9 +193,10 @@ class _Verifier:
             self._references.skip_without_launcher(_LOOP, error)
 
     def _compare_loop(self, division: Division, float32: Record) -> None:
-        single = replace(division, places=1, world=1, ranks=())
+        single = replace(division, data_ranks=1, world=1, ranks=())
         if division != single:
             float32 = self._references.float32(single)
+        # The Trainer may treat the rest of an epoch in its own way, which is no error.
         if not float32.even:
             self._checks.skip(
                 _LOOP,
@@ -198,12 +210,13 @@ class _Verifier:
             text = "one device, float32: equal to the plain loop in bits"
             self._checks.add(_LOOP, None, text)
             return
+        # Only now: where bits are equal the run in float64 is saved.
         exact = self._runs.plain(make_precision("64-true"), single)
         judge = Judge(exact, float32, eps_of("32-true"))
         finding = self._first_finding(judge, run)
         if finding is not None:
             precision = make_precision("32-true")
-            options = {"alone": 0, "precision": make_precision("32-true")}
+            options = {"alone": 0, "precision": precision}
             finding = self._locate(judge, single, finding, precision, options)
             finding = replace(finding, kind="loop", text=f"one device: {finding.text}")
         text = "one device, float32: equal to the plain loop up to rounding"
@@ -223,7 +236,7 @@ class _Verifier:
                 "schedulers", f"{scheduler}: without validation it does not advance"
             )
         norms = run[0].norms
-        if norms and division.places > 1:
+        if norms and division.data_ranks > 1:
             text = f"{named(norms)}: each rank normalises its own samples; sync_batchnorm=True those of all ranks"
             if run[0].own_buffers:
                 text += "; each rank has its own running statistics, and checkpoints hold those of rank 0"
@@ -231,6 +244,8 @@ class _Verifier:
 
     def _first_finding(self, judge: Judge, run: list[Record]) -> Finding | None:
         """The first difference, by step; in one step, by cause."""
+        # In the order of computation: a wrong loss explains gradients, gradients explain
+        # weights, and weights explain what the ranks hold.
         comparisons = (
             judge.losses,
             judge.gradients,
@@ -244,6 +259,8 @@ class _Verifier:
                 finding = compare(run, step)
                 if finding is not None:
                     findings.append(finding)
+            # Weights that are no longer tied change everything that is computed from them,
+            # also what comes earlier in this order.
             for finding in findings:
                 if finding.kind == "tied":
                     return finding
@@ -257,10 +274,11 @@ class _Verifier:
         division: Division,
         finding: Finding,
         precision: Precision,
-        options: dict[str, Any],
+        options: Keywords,
     ) -> Finding:
         """Run again with hooks on every module at the step of a difference, and name the first module that differs."""
         step = finding.step
+        # One step only: the outputs of all modules are kept in memory.
         watched = frozenset({step})
         options = {"reseeds": RESEEDS, "watched": watched, **options}
         run = self._runs.train(**options)
@@ -292,6 +310,7 @@ class _Verifier:
     def _check_rounding(self, judge: Judge, float32: Record) -> None:
         """Compare the rounding of the plain loop with what the dtype explains."""
         name = self._precision.name
+        # A student that starts as a copy of its teacher: every digit is a rounding error.
         if gradients_cancel(judge.exact):
             self._checks.skip(
                 "rounding",
@@ -315,6 +334,7 @@ class _Verifier:
         """Compare buffers and frozen parameters."""
         if not any(judge.exact.untrained.get(0, [])):
             return
+        # Where weights differ, statistics of what they compute differ too.
         if any(finding.kind not in _SEPARATE for finding in self._checks.findings):
             self._checks.skip("buffers", "the training differs")
             return
@@ -345,17 +365,19 @@ class _Verifier:
 def _division(run: list[Record]) -> Division:
     """How a run divides its data."""
     first = run[0]
-    rank_by_place: dict[int, int] = {}
+    # Ranks of a tensor or pipeline group share their data: the first stands for all.
+    first_ranks: dict[int, int] = {}
     for record in run:
-        rank_by_place.setdefault(record.place, record.rank)
+        first_ranks.setdefault(record.data_rank, record.rank)
+    ranks = [first_ranks[data_rank] for data_rank in range(first.data_ranks)]
     return Division(
-        first.places,
+        first.data_ranks,
         first.seed,
         RESEEDS,
         first.own_buffers,
         len(run),
         tuple(first.synced),
-        tuple(rank_by_place[place] for place in range(first.places)),
+        tuple(ranks),
     )
 
 
@@ -378,4 +400,6 @@ def _may_change_training(callback: Callback) -> bool:
 def _operations(record: Record, step: int) -> list[str]:
     """The operations of the traced module in the first micro-batch of a step."""
     micro = record.micros.get((step, 0))
-    return [] if micro is None else micro.operations
+    if micro is None:
+        return []
+    return micro.operations

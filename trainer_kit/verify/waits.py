@@ -8,11 +8,12 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, final
 
 from trainer_kit.core.atomic_files import replace_file
 from trainer_kit.core.errors import RankError
 from trainer_kit.core.thread_frames import thread_frames
+from trainer_kit.core.types import JsonObject
 from trainer_kit.hang.position import find_position
 
 __all__ = ["WaitWatch", "raise_verdict"]
@@ -31,13 +32,16 @@ class WaitWatch:
 
     Args:
         directory: where the ranks write what they wait for.
-        rank: of this process.
-        ranks: how many.
+        rank: the rank of this process.
+        ranks: number of ranks.
     """
 
     def __init__(self, directory: Path, rank: int, ranks: int) -> None:
-        self.directory, self.rank, self.ranks = directory, rank, ranks
+        self.directory = directory
+        self.rank = rank
+        self.ranks = ranks
         self._ended = threading.Event()
+        # The frames of the main thread, and since when they are the same.
         self._frames: tuple[int, ...] = ()
         self._since = 0.0
         threading.Thread(target=self._watch, name="wait-watch", daemon=True).start()
@@ -48,14 +52,18 @@ class WaitWatch:
 
     def _watch(self) -> None:
         while not self._ended.wait(_INTERVAL):
+            # The file of another rank may be missing, or from an earlier run.
             with suppress(OSError, ValueError):
                 self._look()
 
     def _look(self) -> None:
+        # The clock of the machine: ranks compare times that others have written.
         now = time.time()
         position = find_position(thread_frames(threading.main_thread().ident))
+        # Only a wait for other ranks counts, and not a thread that a debugger holds.
         if position.frames != self._frames or not position.call or position.debugged:
-            self._frames, self._since = position.frames, now
+            self._frames = position.frames
+            self._since = now
         waits = {
             "call": position.call,
             "place": position.line,
@@ -65,27 +73,34 @@ class WaitWatch:
         replace_file(self._file(self.rank), json.dumps(waits).encode())
         if now - self._since < _PATIENCE:
             return
-        other_ranks = [
-            json.loads(self._file(rank).read_text()) for rank in range(self.ranks)
-        ]
-        stuck = all(
-            each["seconds"] >= _PATIENCE - _INTERVAL and now - each["at"] < _PATIENCE
-            for each in other_ranks
-        )
-        if stuck and len({(each["call"], each["place"]) for each in other_ranks}) > 1:
-            replace_file(self.directory / _VERDICT, json.dumps(other_ranks).encode())
+        rank_waits: list[JsonObject] = []
+        for rank in range(self.ranks):
+            rank_waits.append(json.loads(self._file(rank).read_text()))
+        # All of them in one place wait for something else, such as a slow disk.
+        positions = {(each["call"], each["place"]) for each in rank_waits}
+        stuck = all(_is_stuck(each, now) for each in rank_waits)
+        if stuck and len(positions) > 1:
+            replace_file(self.directory / _VERDICT, json.dumps(rank_waits).encode())
+            # The main thread hangs in C++ and runs no exception handler.
             os._exit(_EXIT_CODE)
 
     def _file(self, rank: int) -> Path:
         return self.directory / f"waits-{rank}.json"
 
 
+def _is_stuck(waits: JsonObject, now: float) -> bool:
+    """Whether a rank has waited long enough; ranks look at different times, up to an interval apart."""
+    seconds: float = waits["seconds"]
+    age: float = now - waits["at"]
+    return age < _PATIENCE and seconds >= _PATIENCE - _INTERVAL
+
+
 def raise_verdict(directory: Path, error: BaseException) -> None:
     """Raise what the ranks wait for, where they were stuck.
 
     Args:
-        directory: of the ranks.
-        error: with which the run has ended.
+        directory: the directory to which the ranks have written.
+        error: the error with which the run has ended.
 
     Raises:
         RankError: the ranks do not call the same collectives.
@@ -93,7 +108,7 @@ def raise_verdict(directory: Path, error: BaseException) -> None:
     file = directory / _VERDICT
     if not file.exists():
         return
-    waits: list[dict[str, Any]] = json.loads(file.read_text())
+    waits: list[JsonObject] = json.loads(file.read_text())
     lines = [
         f"rank {rank} waits in {each['call']} {each['place']}"
         for rank, each in enumerate(waits)

@@ -20,14 +20,15 @@ _IGNORED: Final = -100
 
 def shares_of(run: Sequence[Record]) -> Shares:
     """The samples of each rank, ranks that share samples once."""
-    by_place: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(dict)
+    # The indices of each data rank, by micro-batch.
+    samples: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(dict)
     for record in run:
         for key, micro in record.micros.items():
             if micro.ids is not None:
-                by_place[key].setdefault(record.place, micro.ids)
+                samples[key].setdefault(record.data_rank, micro.ids)
     shares: Shares = {}
-    for key, samples in by_place.items():
-        shares[key] = [samples[place] for place in sorted(samples)]
+    for key, rank_samples in samples.items():
+        shares[key] = [rank_samples[data_rank] for data_rank in sorted(rank_samples)]
     return shares
 
 
@@ -35,14 +36,14 @@ def same_samples(alone: Record, exact: Record, shares: Shares, step: int) -> boo
     """Whether one process has the tensors of the ranks as the rows of its batches.
 
     Args:
-        alone: one process.
+        alone: the run in one process.
         exact: the plain loop, which has a batch for each rank.
-        shares: of the ranks.
-        step: that is compared.
+        shares: the samples of each rank.
+        step: the step that is compared.
     """
     for index, micro, rows in _divided_batches(alone, shares, step):
-        for place, share in enumerate(rows):
-            plain = exact.micros.get((step, index * len(rows) + place))
+        for data_rank, share in enumerate(rows):
+            plain = exact.micros.get((step, index * len(rows) + data_rank))
             if plain is not None and not _has_rows(micro, share, plain):
                 return False
     return True
@@ -52,9 +53,8 @@ def _divided_batches(
     alone: Record, shares: Shares, step: int
 ) -> Iterator[tuple[int, Micro, list[Tensor]]]:
     """The micro-batches of a step: index, record, and the rows that each rank has, where they are known."""
-    for (micro_step, index), micro in sorted(
-        alone.micros.items(), key=lambda item: item[0]
-    ):
+    for micro_step, index in sorted(alone.micros):
+        micro = alone.micros[micro_step, index]
         if micro_step != step or micro.ids is None:
             continue
         rows = rows_of_shares(micro.ids, shares.get((step, index), []))
@@ -64,11 +64,16 @@ def _divided_batches(
 
 def _has_rows(micro: Micro, share: Tensor, plain: Micro) -> bool:
     """Whether these rows of a batch are the batch of the plain loop."""
+    samples = len(micro.ids or ())
     for tensor, other in zip(micro.batch, plain.batch, strict=False):
-        if not tensor.ndim or len(tensor) != len(micro.ids or ()):
+        # A tensor without a row for each sample, such as a mask of positions.
+        if not tensor.ndim or len(tensor) != samples:
             continue
         rows = tensor[share]
-        if rows.shape != other.shape or not same_bits(rows, other.to(rows.dtype)):
+        # A batch that is padded to its longest sample has other lengths.
+        if rows.shape != other.shape:
+            return False
+        if not same_bits(rows, other.to(rows.dtype)):
             return False
     return True
 
@@ -77,10 +82,10 @@ def depends(alone: Record, judge: Judge, shares: Shares, step: int) -> Finding:
     """Name what depends on the other samples of a batch: the first module, or else the loss.
 
     Args:
-        alone: one process, with the outputs of modules at this step.
-        judge: of the plain loop, with them too.
-        shares: of the ranks.
-        step: the first that differs.
+        alone: the run in one process, with the outputs of modules at this step.
+        judge: compares with plain loops, which have these outputs too.
+        shares: the samples of each rank.
+        step: the first step that differs.
     """
     for index, micro, rows in _divided_batches(alone, shares, step):
         module = _dependent_module(micro, judge, rows, (step, index))
@@ -111,10 +116,11 @@ def _dependent_module(
     step, index = batch
     samples = sum(map(len, rows))
     for key, output in micro.watched.outputs.items():
+        # Only rows of samples can be told apart by rank.
         if not output.ndim or len(output) != samples:
             continue
-        for place, share in enumerate(rows):
-            plain = step, index * len(rows) + place
+        for data_rank, share in enumerate(rows):
+            plain = step, index * len(rows) + data_rank
             exact = _output(judge.exact, plain, key)
             rounded = _output(judge.rounded, plain, key)
             if exact is None or rounded is None:
@@ -140,7 +146,7 @@ def _losses(alone: Record, exact: Record, step: int) -> str:
     name, loss = next(iter(micro.loss.items()))
     losses: list[str] = []
     for (micro_step, index), plain in exact.micros.items():
-        if micro_step != step or index >= exact.places:
+        if micro_step != step or index >= exact.data_ranks:
             continue
         if name not in plain.loss:
             return ""
@@ -150,6 +156,7 @@ def _losses(alone: Record, exact: Record, step: int) -> str:
 
 def _hint(alone: Record) -> str:
     hint = "a mean over tokens needs loss_weight, which returns their number"
+    # A batch with ignored targets makes the mean over tokens the likely cause.
     for micro in alone.micros.values():
         if any(bool((value == _IGNORED).any()) for value in micro.batch):
             return hint
