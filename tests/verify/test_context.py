@@ -235,4 +235,4 @@ def test_ranks_that_do_not_meet_are_named_within_seconds(module, names):
     assert "rank 0 waits in" in str(caught.value)
     assert "rank 1 waits in" in str(caught.value)
     assert all(name in str(caught.value) for name in names)
-    assert "test_verify_context.py" in str(caught.value)
+    assert "test_context.py" in str(caught.value)

@@ -180,3 +180,31 @@ def test_an_engine_with_one_set_of_groups_for_a_process_is_refused():
     with pytest.raises(tk.ConfigurationError, match="take turns on the CPU") as caught:
         verify(verified.Classifier(), strategy=Global())
     assert "it keeps its groups in variables of a module" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_watched_run_compiles_no_blocks(tmp_path):
+    """Hooks on modules record outputs, which they can do only where Python calls each module."""
+
+    class Blocks(verified.Classifier):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Sequential(self.net, Block(), Block())
+
+    class Block(torch.nn.Module):
+        def forward(self, x):
+            return x * 2
+
+    trainer = tk.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        seed=1,
+        compile={"backend": "eager", "regional": True},
+    )
+    runs = Runs(trainer, Blocks(), verified.loader(), None, None, 1, tmp_path)
+    runs.start()
+    assert runs.train(reseeds=5)[0].compiled
+    watched = runs.train(reseeds=5, watched=frozenset({0}))[0]
+    assert not watched.compiled
+    assert len(watched.micros[0, 0].watched.outputs) > 2
