@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import assert_type
 
 import trainer_kit as tk
 from trainer_kit import (
@@ -205,7 +206,10 @@ def train(directory: Path) -> float:
     loaded = Classifier.load_from_checkpoint(
         checkpoint.best_model_path, map_location="cpu", width=16
     )
+    assert_type(loaded, Classifier)
     print(loaded.net, loaded.eval().freeze())
+    assert_type(trainer.checkpoint_callback, ModelCheckpoint | None)
+    assert_type(Points.load_from_checkpoint(directory), Points)
     found = Tuner(Trainer()).lr_find(module, datamodule=data)
     if found is not None:
         print(found.suggestion())

@@ -33,7 +33,13 @@ from trainer_kit.core.location import locate
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.progress import DurationLike
 from trainer_kit.core.protocols import Logger
-from trainer_kit.core.types import DataModuleLike, Function, Keywords, Loaders
+from trainer_kit.core.types import (
+    DataModuleLike,
+    Function,
+    Keywords,
+    Loaders,
+    StepOutput,
+)
 from trainer_kit.core.wings import LazyTable, has_wing, need_wing
 from trainer_kit.hang.hang_timeout import chosen_timeout
 from trainer_kit.hang.hang_watchdog import hang_watchdog
@@ -54,6 +60,7 @@ from trainer_kit.training.session import Session
 from trainer_kit.training.settings import check_switches, make_settings, plain_arguments
 
 if TYPE_CHECKING:
+    from trainer_kit.callbacks.model_checkpoint import ModelCheckpoint
     from trainer_kit.compat.accelerators import LightningAccelerator
     from trainer_kit.planning.plan import Plan
     from trainer_kit.verify.result import Verification
@@ -413,6 +420,12 @@ class Trainer(Session):
 
         return accelerator_of(self.strategy.device)
 
+    if TYPE_CHECKING:
+        # The room of `Session` lies below the callbacks and cannot name their class; here an editor may.
+        @property
+        def checkpoint_callback(self) -> ModelCheckpoint | None:
+            """The first callback that keeps checkpoints, or None."""
+
     @_entry_point
     def fit(
         self,
@@ -506,7 +519,7 @@ class Trainer(Session):
         return_predictions: bool = True,
         ckpt_path: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
-    ) -> Any:
+    ) -> list[StepOutput] | None:
         """Predict; returns the results of ``predict_step`` in dataset order, with a list for each of several loaders.
 
         Args:
@@ -518,7 +531,7 @@ class Trainer(Session):
             weights_only: as in `validate`.
         """
         if self.start is not None:
-            return run_on_processes(
+            predictions: list[StepOutput] | None = run_on_processes(
                 self,
                 "predict",
                 model,
@@ -527,6 +540,7 @@ class Trainer(Session):
                 return_predictions,
                 ckpt_path,
             )
+            return predictions
         with EntryPoint(self, "predict", model, dataloaders, datamodule) as entry:
             run = entry.compose_evaluation(ckpt_path)
             with _watched_evaluation(self, run, self.hang_timeout):
@@ -534,7 +548,8 @@ class Trainer(Session):
         if not return_predictions:
             return None
         if len(outputs) == 1:
-            return outputs[0]
+            results: list[StepOutput] = outputs[0]
+            return results
         return outputs
 
     def _evaluate(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from os import PathLike
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -31,6 +31,9 @@ __getattr__ = other_names(__name__)
 
 Datasets: TypeAlias = Any
 """A dataset, or datasets in nested lists and dicts; None where an entry point has no data."""
+
+
+_Data = TypeVar("_Data", bound="DataModule")
 
 
 class DataModule(DataHooks, HParamsMixin):
@@ -64,13 +67,13 @@ class DataModule(DataHooks, HParamsMixin):
 
     @classmethod_only
     def load_from_checkpoint(
-        cls,
+        cls: type[_Data],
         checkpoint_path: str | PathLike[str],
         map_location: object = None,
         hparams_file: str | PathLike[str] | None = None,
         weights_only: bool | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> _Data:
         """Build the datamodule from its hyperparameters in a checkpoint, and load its state.
 
         Args:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.types import HyperParameters, Keywords
@@ -24,6 +24,9 @@ __all__ = [
     "constructor_arguments",
     "read_hparams",
 ]
+
+
+_Built = TypeVar("_Built")
 
 
 class HParams(dict[str, Any]):
@@ -86,8 +89,8 @@ def constructor_arguments(
 
 
 def construct(
-    cls: type, hparams: HyperParameters, arguments: Mapping[str, object]
-) -> Any:
+    cls: type[_Built], hparams: HyperParameters, arguments: Mapping[str, object]
+) -> _Built:
     """Make a module or datamodule from the hyperparameters of a checkpoint.
 
     Args:

@@ -463,14 +463,14 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
 
     @classmethod_only
     def load_from_checkpoint(
-        cls,
+        cls: type[_Module],
         checkpoint_path: str | PathLike[str],
         map_location: Any = None,
         hparams_file: str | PathLike[str] | None = None,
         strict: bool | None = None,
         weights_only: bool | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> _Module:
         """Build the module from the hyperparameters in a checkpoint, and load its weights.
 
         ``on_load_checkpoint`` is called with the whole checkpoint before the weights in it are loaded.

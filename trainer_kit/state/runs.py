@@ -16,6 +16,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Final, Protocol, final
 
+from torch import Tensor
+
 from trainer_kit.checkpoint.commit import clean_incomplete
 from trainer_kit.checkpoint.commit import versions as library_versions
 from trainer_kit.checkpoint.lock import DirectoryLock
@@ -79,11 +81,18 @@ _DIRECTORY_NAME: Final = re.compile(r"[\w-][\w. -]*")
 class KeepsCheckpoints(Protocol):
     """A callback that keeps checkpoints: `ModelCheckpoint`, or any other with ``best_model_path``."""
 
-    dirpath: str | None
-    """Where it keeps them; None for the directory of the run."""
-    best_model_path: str
-    best_model_score: Any
-    monitor: str | None
+    @property
+    def dirpath(self) -> str | None:
+        """Where it keeps them; None for the directory of the run."""
+
+    @property
+    def best_model_path(self) -> str: ...
+
+    @property
+    def best_model_score(self) -> Tensor | None: ...
+
+    @property
+    def monitor(self) -> str | None: ...
 
 
 def keep_checkpoints(callbacks: Iterable[Any]) -> list[KeepsCheckpoints]:

@@ -657,7 +657,7 @@ class Session:
         return keep_checkpoints(self.callbacks)
 
     @property
-    def checkpoint_callback(self) -> Any:
+    def checkpoint_callback(self) -> KeepsCheckpoints | None:
         """The first callback that keeps checkpoints, or None."""
         return next(iter(self.checkpoint_callbacks), None)
 
