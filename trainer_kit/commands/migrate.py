@@ -19,7 +19,7 @@ from trainer_kit.core.wings import need_wing
 
 if TYPE_CHECKING:
     from trainer_kit.migrate.names import Finding
-    from trainer_kit.migrate.report import Project
+    from trainer_kit.migrate.project import Project
 
 __all__ = ["migrate"]
 

@@ -19,6 +19,14 @@ _IMPORTS_LIGHTNING: Final = re.compile(
 )
 _SOURCES: Final = 50
 """The most files of a package that are read for one class."""
+_CALLBACKS: Final = {
+    "Callback",
+    "Checkpoint",
+    "EarlyStopping",
+    "LearningRateMonitor",
+    *NEEDS_LOOP,
+}
+"""Lightning's callbacks that other packages extend."""
 
 
 def answer_callback(module: str, name: str, is_rewritten: bool) -> Answer | None:
@@ -33,13 +41,15 @@ def answer_callback(module: str, name: str, is_rewritten: bool) -> Answer | None
         >>> answer_callback("collections", "OrderedDict", is_rewritten=False) is None
         True
     """
+    # A function or a module, of which no file needs to be read.
     if not name[:1].isupper():
         return None
-    root = _package_directory(module.partition(".")[0])
-    files = [] if root is None else _files(root, module)
-    bases = next(filter(None, (_bases(path, name) for path in files)), None)
+    bases = _find_bases(module, name)
     if bases is None:
-        return None if is_rewritten else _answer_by_name(module, name)
+        if is_rewritten:
+            return None
+        return _answer_by_name(module, name)
+    # Before the adapter, which cannot help here: such a class reads Lightning's loops while it runs.
     loop = next((base for base in bases if base in NEEDS_LOOP), None)
     if loop is not None:
         return Answer(
@@ -56,7 +66,20 @@ def answer_callback(module: str, name: str, is_rewritten: bool) -> Answer | None
     )
 
 
+def _find_bases(module: str, name: str) -> list[str] | None:
+    """The bases of a class that extends a callback of Lightning; None if no file of its package shows that."""
+    root = _package_directory(module.partition(".")[0])
+    if root is None:
+        return None
+    for path in _files(root, module):
+        bases = _bases(path, name)
+        if bases:
+            return bases
+    return None
+
+
 def _answer_by_name(module: str, name: str) -> Answer | None:
+    # The package is not installed, or defines the class in a way that is not seen: only the name is left.
     if "lightning" not in f"{module}.{name}".lower() or "Callback" not in name:
         return None
     return Answer(
@@ -69,8 +92,10 @@ def _answer_by_name(module: str, name: str) -> Answer | None:
 @cache
 def _package_directory(package: str) -> Path | None:
     spec = PathFinder.find_spec(package)
-    locations = None if spec is None else spec.submodule_search_locations
-    return Path(next(iter(locations))) if locations else None
+    # A module of one file has no locations.
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))
 
 
 def _files(root: Path, module: str) -> list[Path]:
@@ -95,6 +120,7 @@ def _files_for_lightning(root: Path) -> list[Path]:
 def _bases(path: Path, name: str) -> list[str] | None:
     """The last names of the bases of a class, if a file defines it and imports Lightning; else None."""
     text = path.read_text(encoding="utf-8", errors="replace")
+    # Parsing takes most of the time, so files that cannot define the class are left out first.
     if f"class {name}(" not in text or _IMPORTS_LIGHTNING.search(text) is None:
         return None
     try:
@@ -104,12 +130,7 @@ def _bases(path: Path, name: str) -> list[str] | None:
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and node.name == name:
             bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
-            callbacks = {
-                "Callback",
-                "Checkpoint",
-                "EarlyStopping",
-                "LearningRateMonitor",
-                *NEEDS_LOOP,
-            }
-            return bases if callbacks & set(bases) else None
+            if _CALLBACKS.isdisjoint(bases):
+                return None
+            return bases
     return None

@@ -19,7 +19,8 @@ from tqdm import tqdm
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.migrate.names import Finding, bound_names, mentions
 from trainer_kit.migrate.notebook import Notebook
-from trainer_kit.migrate.report import Project
+from trainer_kit.migrate.project import Project
+from trainer_kit.migrate.report import find_problems
 from trainer_kit.migrate.setup import (
     command_findings,
     is_setup_file,
@@ -56,7 +57,7 @@ class ProjectFiles:
         """Everything that will not move; places in a notebook by cell, and by line within the cell."""
         notebooks = {str(path): notebook for path, notebook in self.notebooks.items()}
         findings = []
-        for finding in self.project.findings():
+        for finding in find_problems(self.project):
             notebook = notebooks.get(finding.path)
             if notebook is not None:
                 finding = _in_cell(finding, notebook)
@@ -77,6 +78,7 @@ def read_project(path: Path) -> ProjectFiles:
         if file.suffix == ".ipynb" and mentions(content.decode("utf-8", "replace")):
             try:
                 notebooks[file] = Notebook(content)
+            # In a directory a damaged notebook is left as it is; a path that names it wants an answer.
             except (ConfigurationError, UnicodeDecodeError):
                 if path.is_file():
                     raise
@@ -103,9 +105,12 @@ def rewrite_files(files: ProjectFiles) -> tuple[dict[Path, bytes], list[Finding]
             findings += _notebook_findings(file, notebook)
         elif file.suffix in _YAML:
             files.project.add_yaml(str(file), text)
-            contents[file] = rewrite_yaml(text).encode() if mentions(text) else content
+            contents[file] = content
+            if mentions(text):
+                contents[file] = rewrite_yaml(text).encode()
         elif _is_python(file):
             sources[file] = content
+    # All files are added before one is rewritten: a class may have its base in another file.
     findings += _add_python(files.project, sources)
     for file, outcome in _rewritten(sources):
         if isinstance(outcome, Finding):
@@ -128,6 +133,7 @@ def _add_python(project: Project, sources: dict[Path, bytes]) -> list[Finding]:
     }
     naming = {file for file, text in texts.items() if mentions(text)}
     selected = set(naming)
+    # Each round finds subclasses, whose names may make further files interesting; it ends when there is no new name.
     while selected:
         for file in sorted(selected):
             del texts[file]
@@ -148,6 +154,7 @@ def _add_python(project: Project, sources: dict[Path, bytes]) -> list[Finding]:
 
 def _parse(project: Project, file: Path, source: bytes) -> Finding | None:
     try:
+        # An invalid escape in the user's text warns, once for each time that the file is parsed.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
             tree = ast.parse(source, str(file))
@@ -160,18 +167,21 @@ def _parse(project: Project, file: Path, source: bytes) -> Finding | None:
 def _rewritten(sources: Mapping[Path, bytes]) -> Iterator[tuple[Path, bytes | Finding]]:
     """Yield the new source of each file, or why it could not be read; in processes if there is much to do."""
     processes = min(os.cpu_count() or 1, 8)
-    if processes == 1 or sum(map(len, sources.values())) < _MANY_BYTES:
-        yield from zip(
-            sources,
-            _progress(map(_rewrite, sources.items()), "rewriting", len(sources)),
-            strict=True,
-        )
+    size = sum(map(len, sources.values()))
+    if processes == 1 or size < _MANY_BYTES:
+        yield from _by_file(sources, map(_rewrite, sources.items()))
         return
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+    # spawn, because torch is imported here: a fork of a process with its threads may hang.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context) as pool:
         outcomes = pool.map(_rewrite, sources.items(), chunksize=8)
-        yield from zip(
-            sources, _progress(outcomes, "rewriting", len(sources)), strict=True
-        )
+        yield from _by_file(sources, outcomes)
+
+
+def _by_file(
+    sources: Mapping[Path, bytes], outcomes: Iterable[bytes | Finding]
+) -> Iterator[tuple[Path, bytes | Finding]]:
+    return zip(sources, _progress(outcomes, "rewriting", len(sources)), strict=True)
 
 
 def _rewrite(item: tuple[Path, bytes]) -> bytes | Finding:
@@ -180,6 +190,7 @@ def _rewrite(item: tuple[Path, bytes]) -> bytes | Finding:
     from trainer_kit.migrate.rewrite import rewrite_python
 
     file, source = item
+    # ast and libcst do not accept quite the same sources, so that either may fail.
     try:
         return rewrite_python(source, bound_names(ast.parse(source)))
     except (SyntaxError, ValueError, ParserSyntaxError) as error:
@@ -187,7 +198,9 @@ def _rewrite(item: tuple[Path, bytes]) -> bytes | Finding:
 
 
 def _unread(file: Path, error: Exception) -> Finding:
-    line = error.lineno if isinstance(error, SyntaxError) else None
+    line = None
+    if isinstance(error, SyntaxError):
+        line = error.lineno
     return Finding(str(file), line or 1, "source", f"not read: {error}")
 
 
@@ -208,6 +221,7 @@ def _in_cell(finding: Finding, notebook: Notebook) -> Finding:
 def _progress(
     items: Iterable[_Item], title: str, total: int | None = None
 ) -> Iterable[_Item]:
+    # A log file would get a line for each refresh of the bar.
     if not sys.stderr.isatty():
         return items
     return tqdm(items, title, total, unit="file", delay=2, leave=False)
@@ -223,17 +237,17 @@ def _files(path: Path) -> Iterator[Path]:
         yield path
         return
     for directory, directories, names in os.walk(path):
+        # In place: os.walk goes on with what this list holds.
         directories[:] = sorted(
             name
             for name in directories
             if not name.startswith(".") and name not in _SKIPPED
         )
-        files = (Path(directory, name) for name in sorted(names))
-        yield from (
-            file
-            for file in files
-            if (file.suffix and _is_read(file)) or is_setup_file(file)
-        )
+        for name in sorted(names):
+            file = Path(directory, name)
+            # Without a suffix a file is read only if the user names it: it may be anything.
+            if (file.suffix and _is_read(file)) or is_setup_file(file):
+                yield file
 
 
 def _is_python(file: Path) -> bool:

@@ -83,6 +83,7 @@ def renamed(name: str) -> str | None:
         >>> renamed("lightning.pytorch.callbacks.EarlyStopping"), renamed("lightning_utilities.core")
         ('trainer_kit.callbacks.EarlyStopping', None)
     """
+    # The longest package counts: `lightning.fabric` has its names elsewhere than `lightning`.
     head = name
     while head not in PACKAGES:
         head, dot, _ = head.rpartition(".")
@@ -93,15 +94,24 @@ def renamed(name: str) -> str | None:
 
 def name_here(text: str) -> str | None:
     """Translate a text if it is a dotted name of Lightning or Accelerate that exists here; else None."""
-    new = renamed(text) if _DOTTED.fullmatch(text) else None
+    if not _DOTTED.fullmatch(text):
+        return None
+    new = renamed(text)
+    if new is None:
+        return None
     try:
-        return new if new is not None and look_up(new) is not None else None
+        exists = look_up(new) is not None
     except (ImportError, AttributeError):
         return None
+    if not exists:
+        return None
+    return new
 
 
+# Cached, since a project imports the same names in hundreds of files.
 @cache
 def _module(name: str) -> ModuleType:
+    # Optional packages warn when they are imported, which would stand between the findings.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return import_module(name)
@@ -120,7 +130,11 @@ def imported(module: str, name: str) -> Any:
         try:
             return _module(f"{module}.{name}")
         except ModuleNotFoundError as missing:
-            raise error if missing.name == f"{module}.{name}" else missing from None
+            # A package that the submodule imports is missing: the name itself exists.
+            if missing.name != f"{module}.{name}":
+                raise missing from None
+            # The module's own error has the fix.
+            raise error from None
 
 
 @cache
@@ -146,7 +160,9 @@ def needs(error: BaseException) -> str | None:
     if not isinstance(error, ModuleNotFoundError):
         return None
     package = (error.name or "").partition(".")[0]
-    return None if package in ("", "trainer_kit") else package
+    if package in ("", "trainer_kit"):
+        return None
+    return package
 
 
 def reason(error: BaseException) -> tuple[str, str | None]:
@@ -154,16 +170,18 @@ def reason(error: BaseException) -> tuple[str, str | None]:
     if isinstance(error, TrainerKitError):
         return error.problem, error.fix
     text = str(error)
+    # An ImportError of this library has the fields only in its text.
     match = re.search(r"^(.*?)\n\s*(?:found:.*\n\s*)?fix: +(.*)$", text, re.DOTALL)
     if match:
         return match[1], match[2]
+    # Python's own error.
     match = re.fullmatch(
         r"(?:type object )?'(\w+)'(?: object)? has no attribute '(\w+)'.*", text
     )
     if match:
         return f"{match[1]} has no {match[2]!r}", None
-    problem, colon, fix = text.partition(": ")
-    return problem, fix if colon else None
+    problem, _, fix = text.partition(": ")
+    return problem, fix or None
 
 
 def dotted(node: ast.AST) -> str | None:
@@ -205,6 +223,7 @@ def visible_names(
         assigned.update(_assigned_names(node))
         if isinstance(node, (ast.Global, ast.Nonlocal)):
             declared.update(node.names)
+    # An assignment after `global` or `nonlocal` belongs to another scope.
     hidden |= assigned - declared
     visible = {name: full for name, full in outside.items() if name not in hidden}
     return visible | imported_here, hidden | imported_here.keys()
@@ -222,12 +241,16 @@ def _imported_names(nodes: Iterable[ast.AST]) -> tuple[dict[str, str], set[str]]
             name = alias.asname or root
             if isinstance(node, ast.ImportFrom):
                 full_name = f"{'.' * node.level}{node.module or ''}.{alias.name}"
+            elif alias.asname:
+                full_name = alias.name
+            # `import a.b` binds `a`.
             else:
-                full_name = alias.name if alias.asname else root
+                full_name = root
             if renamed(full_name) is None:
                 unrelated.add(name)
             else:
                 bound[name] = full_name
+    # `try: import lightning as pl` beside `import polars as pl`: rewriting uses of `pl` could be wrong.
     for name in unrelated:
         bound.pop(name, None)
     return bound, unrelated

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import json
 import re
-from typing import Any, Final, final
+from typing import Final, final
 
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.types import JsonObject
 
 __all__ = ["Notebook"]
 
@@ -54,17 +55,20 @@ class Notebook:
     def __init__(self, content: bytes) -> None:
         text = content.decode("utf-8")
         try:
-            self._document: Any = json.loads(text)
-            cells: list[dict[str, Any]] = self._document["cells"]
+            self._document: JsonObject = json.loads(text)
+            cells: list[JsonObject] = self._document["cells"]
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(
                 "this is not a notebook of format 4", found=str(error)
             ) from error
+        # json.dumps must write the file as its editor did, or the diff would show every line.
         indent = re.search(r"\n( +)\"", text)
-        self._indent = len(indent[1]) if indent else None
-        self._final_newline = "\n" if text.endswith("\n") else ""
+        self._indent = None
+        if indent is not None:
+            self._indent = len(indent[1])
+        self._final_newline = "\n" * text.endswith("\n")
         self._ascii = text.isascii()
-        self._cells: dict[int, dict[str, Any]] = {}
+        self._cells: dict[int, JsonObject] = {}
         self._starts: dict[int, int] = {}
         self.unread: dict[int, str] = {}
         self.commands: list[tuple[int, str]] = []
@@ -84,10 +88,11 @@ class Notebook:
                 lines.append(line)
         self.source = "\n".join(lines)
 
-    def _python_of(self, number: int, cell: dict[str, Any]) -> list[str] | None:
+    def _python_of(self, number: int, cell: JsonObject) -> list[str] | None:
         """The lines of a cell with IPython hidden; None for a cell that is empty or left out."""
         lines = _text_of(cell).split("\n")
         first = lines[0].strip()
+        # %%bash and the like: the cell is in another language.
         if first.startswith("%%") and not first.startswith(_PYTHON_MAGICS):
             return None
         if not any(line.strip() for line in lines):
@@ -129,6 +134,7 @@ class Notebook:
                 current += heading
                 heading = []
             else:
+                # The text after the marker is the line of IPython, which the rewrite has not touched: it is a comment.
                 hidden = _HIDDEN.fullmatch(line)
                 if hidden is not None:
                     line = hidden["indent"] + hidden["text"]
@@ -139,17 +145,19 @@ class Notebook:
         return (text + self._final_newline).encode("utf-8")
 
 
-def _text_of(cell: dict[str, Any]) -> str:
-    source = cell.get("source", "")
-    return source if isinstance(source, str) else "".join(source)
+def _text_of(cell: JsonObject) -> str:
+    # The format allows a text or a list of lines with their line ends; join() of a text is the text.
+    return "".join(cell.get("source", ""))
 
 
-def _store(cell: dict[str, Any], text: str) -> None:
+def _store(cell: JsonObject, text: str) -> None:
+    # An unchanged cell keeps its division into lines.
     if text == _text_of(cell):
         return
-    cell["source"] = (
-        text if isinstance(cell["source"], str) else text.splitlines(keepends=True)
-    )
+    if isinstance(cell["source"], str):
+        cell["source"] = text
+    else:
+        cell["source"] = text.splitlines(keepends=True)
 
 
 def _parses(text: str) -> bool:
@@ -162,4 +170,7 @@ def _parses(text: str) -> bool:
 
 def _hide(line: str) -> str:
     magic = _MAGIC_LINE.fullmatch(line)
-    return line if magic is None else f"{magic['indent']}{_MAGIC}{magic['text']}"
+    if magic is None:
+        return line
+    # A statement, not only a comment: the line may be the whole body of an `if`.
+    return f"{magic['indent']}{_MAGIC}{magic['text']}"

@@ -19,6 +19,7 @@ from trainer_kit.core.hooks import Callback, DataHooks, ModuleHooks
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.registry import PRECISIONS, STRATEGIES
 from trainer_kit.core.signatures import check_hooks, check_overrides, takes
+from trainer_kit.core.types import Function
 from trainer_kit.loggers.layout import DirectoryLogger
 from trainer_kit.migrate.names import reason
 from trainer_kit.precision.aliases import WORDS, make_precision
@@ -54,7 +55,7 @@ class Answer(NamedTuple):
 
 @final
 class _Shown(str):
-    """A value known only by its source text."""
+    """A value known only by its source text, which messages show without the quotes of a string."""
 
     __slots__ = ()
 
@@ -63,25 +64,27 @@ class _Shown(str):
 
 
 def wrong_arguments(
-    callee: Any, given: Mapping[str, tuple[Any, str]]
+    callee: Function, passed: Mapping[str, tuple[object, str]]
 ) -> Iterator[tuple[str, Answer]]:
     """Yield the keyword arguments that a class or function of this library refuses, by name, with the reason.
 
     Args:
         callee: the class or function; it is not called.
-        given: by name, the value where it is a constant (else None), and its source.
+        passed: by name, the value where it is a constant (else None), and its source.
     """
     try:
         parameters = inspect.signature(callee).parameters
-    except (TypeError, ValueError):  # a builtin
+    # Some builtins have no signature.
+    except (TypeError, ValueError):
         return
     names = list(parameters)
     for name, parameter in parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
-            if name != "unknown":  # what arrives in `unknown` is refused
+            # **kwargs takes every name; `**unknown` takes them only to refuse them with a message.
+            if name != "unknown":
                 return
             names.remove(name)
-    for name, (value, source) in given.items():
+    for name, (value, source) in passed.items():
         try:
             if name not in parameters:
                 _refuse_argument(callee, name, source, names)
@@ -92,25 +95,32 @@ def wrong_arguments(
             yield name, Answer("argument", f"{problem} ({name}={source})", fix)
 
 
-def _refuse_argument(callee: Any, name: str, source: str, names: Sequence[str]) -> None:
+def _refuse_argument(
+    callee: Function, name: str, source: str, names: Sequence[str]
+) -> None:
     if isinstance(callee, type):
-        former = FORMER_ARGUMENTS if callee is Trainer else {}
+        former: Mapping[str, str] = {}
+        if callee is Trainer:
+            former = FORMER_ARGUMENTS
         constructor = _constructor(callee)
         known_arguments(former)(constructor)(**{name: _Shown(source)})
     fix = did_you_mean(name, names, otherwise="leave it out")
     raise TrainerKitError(f"{callee.__name__} has no argument {name!r}", fix=fix)
 
 
-def _constructor(cls: type) -> Any:
+def _constructor(cls: type) -> Function:
     """The function that a class, or the nearest base that has one, constructs its objects with."""
     for base in cls.__mro__:
         if "__init__" in vars(base):
-            return vars(base)["__init__"]
-    raise AssertionError  # object has one
+            constructor: Function = vars(base)["__init__"]
+            return constructor
+    # object has one.
+    raise AssertionError
 
 
 def _check_word(name: str, value: Any) -> None:
     """Refuse values of Trainer arguments that are wrong on every device."""
+    # `get` and `make_precision` raise the error of the Trainer; known names are not made, which may need a package.
     if name == "strategy":
         if value != "auto" and value not in STRATEGIES.names():
             STRATEGIES.get(value)
@@ -142,16 +152,18 @@ def wrong_members(
             continue
         try:
             answer = _refused_member(name, bases, attribute, value)
-        except TypeError:  # these bases combine only with the user's own bases
+        # These bases combine only with the user's own bases, which are not imported.
+        except TypeError:
             return
         if answer is not None:
             yield member, answer
 
 
 def _refused_member(
-    owner: str, bases: tuple[type, ...], name: str, value: Any
+    owner: str, bases: tuple[type, ...], name: str, value: Function | None
 ) -> Answer | None:
     """Why the library refuses one member of a class, when the class is created or when an object of it is used."""
+    # Errors name the module of the class: `migrated`, as if it were a file of the project.
     members = {"__module__": "migrated", name: value}
     try:
         cls = types.new_class(owner, bases, {}, lambda space: space.update(members))
@@ -171,13 +183,15 @@ def _refused_member(
     return None
 
 
-def _stub(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Any:
+def _stub(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Function | None:
     """Make a function with the parameters of a parsed one and an empty body; None for a property and the like."""
+    # A decorator with arguments may change the parameters; a bare one hardly does, apart from these three.
     for decorator in function.decorator_list:
         if not isinstance(decorator, ast.Name):
             return None
         if decorator.id in ("property", "staticmethod", "classmethod"):
             return None
+    # What is compiled below must hold no expression of the user: annotations go, and defaults become None.
     parameters = copy.deepcopy(function.args)
     for parameter in ast.walk(parameters):
         if isinstance(parameter, ast.arg):
@@ -192,11 +206,13 @@ def _stub(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Any:
     module = ast.fix_missing_locations(ast.Module([definition], []))
     space: dict[str, Any] = {"__name__": "migrated"}
     exec(compile(module, "<stub>", "exec"), space)
-    return space[function.name]
+    stub: Function = space[function.name]
+    return stub
 
 
-def _uncallable(owner: str, name: str, method: Any) -> Answer | None:
+def _uncallable(owner: str, name: str, method: Function) -> Answer | None:
     """Why the loop cannot call an overridden method: it requires more arguments than the loop passes."""
+    # Counts of arguments with self, from the fewest to the most that the loop passes.
     original = vars(TrainModule).get(name)
     if name in _STEPS:
         counts = range(2, _STEPS[name] + 2)
@@ -233,8 +249,8 @@ def example_of(kind: type) -> Any:
 
 
 def follow(
-    value: Any, attributes: Sequence[str], stored: bool = False
-) -> tuple[Any, Answer | None]:
+    value: object, attributes: Sequence[str], stored: bool = False
+) -> tuple[object, Answer | None]:
     """Follow a chain of attributes within this library; return the value, or why an attribute is refused.
 
     Args:
@@ -244,10 +260,15 @@ def follow(
     """
     for position, name in enumerate(attributes, 1):
         is_last = position == len(attributes)
-        owner = value.__name__ if isinstance(value, type) else type(value).__name__
+        owner = type(value).__name__
+        if isinstance(value, type):
+            owner = value.__name__
+        # Before getattr: a private name of Lightning may exist here by chance, with another meaning.
         if name.startswith("_") and not name.startswith("__"):
             public = name.lstrip("_")
-            fix = f"use {public}" if public in dir(value) else None
+            fix = None
+            if public in dir(value):
+                fix = f"use {public}"
             problem = f"{owner}.{name} is private: here it is absent or another thing"
             return None, Answer("private", problem, fix)
         if stored and is_last and _is_read_only(value, name):
@@ -255,13 +276,16 @@ def follow(
         try:
             value = getattr(value, name)
         except AttributeError as error:
+            # Assigning a name that the class lacks defines an attribute of the user's own.
             if stored and is_last and name not in dir(type(value)):
-                return None, None  # a user-defined attribute
+                return None, None
             problem, fix = reason(error)
             fix = fix or did_you_mean(name, dir(value), otherwise="") or None
             return None, Answer("attribute", problem, fix)
-        except Exception:  # the attribute exists only during a run
+        # The attribute exists only during a run.
+        except Exception:
             return None, None
+        # A tensor or a list: what it has is no matter of this library.
         if not is_last and not type(value).__module__.startswith("trainer_kit"):
             return None, None
     return value, None

@@ -6,18 +6,17 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Final, final
 
 from torch import nn
 
-from trainer_kit.accelerator import Accelerator
-from trainer_kit.compat.lightning import FORMER_ARGUMENTS
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.module import TrainModule
+from trainer_kit.core.types import Function
 from trainer_kit.migrate.callbacks import answer_callback
 from trainer_kit.migrate.names import (
     PACKAGES,
@@ -32,6 +31,7 @@ from trainer_kit.migrate.names import (
     renamed,
     visible_names,
 )
+from trainer_kit.migrate.project import Project, Source, constant_text, last_name
 from trainer_kit.migrate.refusals import (
     FACES,
     Answer,
@@ -40,18 +40,16 @@ from trainer_kit.migrate.refusals import (
     wrong_arguments,
     wrong_members,
 )
-from trainer_kit.migrate.yaml import Configured, configured
-from trainer_kit.options.records import GradientAccumulationPlugin
 from trainer_kit.trainer import Trainer
 
-__all__ = ["Project"]
+__all__ = ["find_problems"]
 
-_FILE: Final = re.compile(r"\S*( \S*)?\.ckpt")  # a path, but no sentence that names one
+# A path, with one space at most: a sentence that names a file is none.
+_FILE: Final = re.compile(r"\S*( \S*)?\.ckpt")
 _CHECKPOINT: Final = re.compile(r"ckpt|checkpoint|best_model|last_model", re.IGNORECASE)
 _PROBES: Final = re.compile(
     r"(?:^|[._])(?:import_module|importorskip|find_spec|version|RequirementCache|available)$"
 )
-_PLAIN: Final = {"ABC", "Generic", "Module", "Protocol", "object"}
 _AS_FILE: Final = (
     "trainer.checkpoint_callback.best_model_path, or ckpt_path='best' or 'last'; Lightning's own .ckpt files: "
     "trainer-kit checkpoint import, and load_from_checkpoint reads their weights"
@@ -76,11 +74,6 @@ _KEPT_DIVISOR: Final = Answer(
     "fixed_divisor=True keeps Accelerate's division: a short last window is divided by the number of steps",
     "take it out for the mean over the samples of every step",
 )
-_OWN_DIVISOR: Final = Answer(
-    "weights",
-    "a short last window is averaged over what it has; Accelerate divides it by the number of steps",
-    "gradient_accumulation_plugin with GradientAccumulationPlugin(fixed_divisor=True), for Accelerate's results",
-)
 _VERSION: Final = Answer(
     "version",
     "this becomes the version of trainer_kit",
@@ -88,244 +81,19 @@ _VERSION: Final = Answer(
 )
 
 
-@final
-@dataclass(frozen=True)
-class _Source:
-    path: str
-    tree: ast.AST
-    bound: Mapping[str, str]
-
-    def new_name(self, node: ast.AST) -> str | None:
-        """The dotted name of an expression after the move; None if it is not a name of the packages."""
-        name = dotted(node) or ""
-        root, dot, attributes = name.partition(".")
-        if root not in self.bound:
-            return None
-        return renamed(f"{self.bound[root]}{dot}{attributes}")
-
-    def library(self, node: ast.AST) -> Any:
-        """The object of this library that an expression names after the move, or None."""
-        new = self.new_name(node)
-        try:
-            return None if new is None else look_up(new)
-        except (ImportError, AttributeError):
-            return None
-
-    def uses_trainer(self) -> bool:
-        """Whether the file is for Lightning's Trainer: it names a class that a Trainer runs, or nothing of Fabric."""
-        names = set(self.bound.values())
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Attribute):
-                names.add(self.new_name(node) or "")
-        if any(_is_of_trainer(name) for name in names):
-            return True
-        is_lightning = any(re.match(r"(pytorch_)?lightning\b", name) for name in names)
-        return is_lightning and not any("fabric" in name.lower() for name in names)
-
-    def names_accelerate(self) -> bool:
-        """Whether the file imports something of Accelerate."""
-        packages = (name.partition(".")[0] for name in self.bound.values())
-        return "accelerate" in packages
-
-    def keeps_divisor(self, call: ast.Call) -> bool:
-        """Whether a call asks Accelerate for accumulation, so that it is rewritten to divide losses in the same way."""
-        name = dotted(call.func) or ""
-        if not foreign(self.bound.get(name.partition(".")[0], "")):
-            return False  # it is written for this library
-        callee = self.library(call.func)
-        arguments = {keyword.arg: keyword.value for keyword in call.keywords}
-        if callee is GradientAccumulationPlugin:
-            return "fixed_divisor" not in arguments
-        if callee is not Accelerator or "gradient_accumulation_plugin" in arguments:
-            return False
-        steps = arguments.get("gradient_accumulation_steps")
-        is_one = isinstance(steps, ast.Constant) and steps.value == 1
-        return steps is not None and not is_one
-
-
-@cache
-def _is_of_trainer(name: str) -> bool:
-    """Whether a dotted name is one of Lightning's, other than Fabric's, that runs under a Trainer."""
-    if name.startswith(("pytorch_lightning.", "lightning.pytorch.")):
-        return True
-    new = renamed(name)
-    try:
-        value = None if new is None else look_up(new)
-    except (ImportError, AttributeError):
-        return False
-    return isinstance(value, type) and issubclass(
-        value, (Trainer, TrainModule, DataModule, Callback)
-    )
-
-
-@final
-class Project:
-    """The files that move together: a class in one file may be the base of a class in another.
-
-    Attributes:
-        names: how many names of the packages are imported.
-        resolved: how many of them this library has.
-        keeps_divisor: whether a file asks Accelerate for accumulation, in a call that is rewritten.
-    """
-
-    def __init__(self) -> None:
-        self.names = 0
-        self.resolved = 0
-        self.keeps_divisor = False
-        self._sources: list[_Source] = []
-        self._classes: dict[str, list[tuple[_Source, ast.ClassDef]]] = {}
-        self._attributes: set[str] = set()
-        self._called: set[str] = set()
-        self._other_text = ""
-        self._findings: list[Finding] = []
-        self._subclasses: set[str] = set()
-
-    def count_name(self, *, resolved: bool) -> None:
-        """Count one imported name of the packages."""
-        self.names += 1
-        self.resolved += resolved
-
-    def add_python(self, path: str, tree: ast.AST, bound: Mapping[str, str]) -> None:
-        """Add a Python file and the names that its imports bind."""
-        source = _Source(path, tree, bound)
-        self._sources.append(source)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                self._classes.setdefault(node.name, []).append((source, node))
-                self._attributes.add(node.name)
-                self._attributes.update(_class_attributes(node))
-            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                self._attributes.add(node.name)
-                self._called.update(_called_methods(node))
-            elif isinstance(node, ast.Call):
-                self.keeps_divisor |= source.keeps_divisor(node)
-            elif isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
-                self._attributes.add(node.attr)
-            else:  # register_buffer("mean", ...)
-                text = _constant_text(node)
-                if text is not None:
-                    self._attributes.add(text)
-
-    def add_yaml(self, path: str, text: str) -> None:
-        """Report classes of a configuration that do not exist here, and arguments that its classes do not take."""
-        for entry in configured(text):
-            if entry.class_name is None:
-                self._report_former_arguments(path, entry)
-                continue
-            try:
-                callee = look_up(entry.class_name)
-            except (ImportError, AttributeError) as error:
-                self.report(path, entry.line, Answer("configuration", *reason(error)))
-                continue
-            steps = entry.arguments.get("gradient_accumulation_steps")
-            if callee is Accelerator and steps is not None and steps.value != "1":
-                self.report(path, steps.line, _OWN_DIVISOR)
-            arguments = {
-                name: (argument.value, argument.source)
-                for name, argument in entry.arguments.items()
-            }
-            for name, answer in wrong_arguments(callee, arguments):
-                self.report(path, entry.arguments[name].line, answer)
-
-    def _report_former_arguments(self, path: str, entry: Configured) -> None:
-        """Report former arguments of Lightning's Trainer under a ``trainer:`` that names no class."""
-        former = {
-            name: argument
-            for name, argument in entry.arguments.items()
-            if name in FORMER_ARGUMENTS
-        }
-        values = {
-            name: (argument.value, argument.source) for name, argument in former.items()
-        }
-        for name, answer in wrong_arguments(Trainer, values):
-            self.report(path, former[name].line, answer)
-
-    def add_text(self, text: str) -> None:
-        """Add the text of files that are not parsed: they name no class of the packages, but may define attributes."""
-        self._other_text += text
-
-    def new_subclasses(self) -> set[str]:
-        """The names of classes that extend one of the packages, without those that an earlier call has returned."""
-        names = {
-            name
-            for name, definitions in self._classes.items()
-            if self._extends_a_package(definitions)
-        }
-        new = names - self._subclasses
-        self._subclasses |= names
-        return new
-
-    def _extends_a_package(
-        self, definitions: Sequence[tuple[_Source, ast.ClassDef]]
-    ) -> bool:
-        return any(self.bases(source, node)[0] for source, node in definitions)
-
-    def findings(self) -> list[Finding]:
-        """Everything that will not move."""
-        for source in self._sources:
-            _Reader(self, source).visit(source.tree)
-        return self._findings
-
-    def report(self, path: str, line: int, answer: Answer) -> None:
-        """Add a finding."""
-        self._findings.append(
-            Finding(path, line, answer.kind, answer.problem, answer.fix or None)
-        )
-
-    def has_class(self, name: str) -> bool:
-        """Whether the project defines a class of this name."""
-        return name in self._classes
-
-    def defines(self, attribute: str) -> bool:
-        """Whether the project defines or assigns this attribute anywhere."""
-        if attribute in self._attributes:
-            return True
-        definition = (
-            rf"(?:\b(?:def|class)\s+|\.|[\"']){attribute}\b\s*(?:[(:\"']|=(?!=))"
-        )
-        return re.search(definition, self._other_text) is not None
-
-    def calls(self, method: str) -> bool:
-        """Whether the project itself calls a method of this name from a method of another name."""
-        return method in self._called
-
-    def bases(
-        self, source: _Source, cls: ast.ClassDef, visited: tuple[str, ...] = ()
-    ) -> tuple[tuple[type, ...], bool]:
-        """The classes of this library that a class extends, and whether all its bases are known."""
-        classes: list[type] = []
-        complete = True
-        for base in cls.bases:
-            node = base.value if isinstance(base, ast.Subscript) else base
-            name = _last_name(node)
-            value = source.library(node)
-            if isinstance(value, type):
-                classes.append(value)
-                continue
-            definition = None if name in visited else self._definition(source, name)
-            if definition is None:
-                complete &= name in _PLAIN
-                continue
-            inherited, is_complete = self.bases(*definition, (*visited, name))
-            classes += inherited
-            complete &= is_complete
-        return _without_bases(classes), complete
-
-    def _definition(
-        self, source: _Source, name: str
-    ) -> tuple[_Source, ast.ClassDef] | None:
-        """The class of a name, preferably of the same file; None if there is none, or if there are several."""
-        definitions = self._classes.get(name, [])
-        same_file = [each for each in definitions if each[0].path == source.path]
-        candidates = same_file or definitions
-        return candidates[0] if len(candidates) == 1 else None
+def find_problems(project: Project) -> list[Finding]:
+    """Everything in a project that will not move."""
+    # After all files are added: a class, or an attribute, may be defined in a file that comes later.
+    for source in project.sources:
+        _Reader(project, source).visit(source.tree)
+    return project.findings
 
 
 @final
 class _Reader(ast.NodeVisitor):
     """Checks one file; infers types from imports, annotations, constructors and hooks."""
 
-    def __init__(self, project: Project, source: _Source) -> None:
+    def __init__(self, project: Project, source: Source) -> None:
         visible, _ = visible_names(source.tree, {})
         self._project = project
         self._source = replace(source, bound=visible)
@@ -358,8 +126,9 @@ class _Reader(ast.NodeVisitor):
                 self._modules[package] = package
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        # A relative import is of a module of the project.
         if node.level:
-            return  # of a module of the project
+            return
         package = node.module or ""
         new = renamed(package)
         if new is None:
@@ -370,7 +139,8 @@ class _Reader(ast.NodeVisitor):
         for alias in node.names:
             full_name = f"{package}.{alias.name}"
             if alias.name == "__version__":
-                self._report(node, _VERSION if foreign(package) else None)
+                if foreign(package):
+                    self._report(node, _VERSION)
             elif alias.name == "*" or full_name in PACKAGES:
                 target = PACKAGES.get(full_name, new)
                 self._import(node, full_name, partial(look_up, target))
@@ -381,6 +151,7 @@ class _Reader(ast.NodeVisitor):
         self, node: ast.stmt | ast.expr, module: str, name: str
     ) -> None:
         """Report a class of another package that extends a callback of Lightning."""
+        # A package of the project itself is read as source, by `visit_ClassDef`.
         if not self._project.has_class(name):
             is_rewritten = not any(
                 foreign(full) for full in self._source.bound.values()
@@ -408,6 +179,7 @@ class _Reader(ast.NodeVisitor):
         outer_types = self._types
         self._bases, self._knows_bases = self._project.bases(self._source, node)
         if self._bases:
+            # The file may name no class of Lightning, if the base is in another file of the project.
             self._has_trainer = True
             self._check_members(node)
             if any(issubclass(base, (TrainModule, DataModule)) for base in self._bases):
@@ -421,6 +193,7 @@ class _Reader(ast.NodeVisitor):
     def _check_members(self, node: ast.ClassDef) -> None:
         for member, answer in wrong_members(node.name, self._bases, node.body):
             name = getattr(member, "name", "")
+            # A method named like a hook is a helper of the user if the project calls it; the library cannot know that.
             no_hook = "is not a hook" in answer.problem
             may_be_helper = no_hook or name.endswith("_dataloader")
             if not may_be_helper or not self._project.calls(name):
@@ -432,7 +205,7 @@ class _Reader(ast.NodeVisitor):
         for assignment in _assignments(node):
             if not isinstance(assignment.value, ast.Call):
                 continue
-            class_name = _last_name(assignment.value.func)
+            class_name = last_name(assignment.value.func)
             if class_name[:1].isupper():
                 for target in assignment.targets:
                     objects[dotted(target)] = class_name
@@ -449,25 +222,30 @@ class _Reader(ast.NodeVisitor):
 
     def _attribute_types(self, node: ast.ClassDef) -> dict[str, type]:
         """The attributes to which the methods of a class assign a Trainer or an Accelerator, and nothing else."""
-        kinds_by_name: dict[str, set[Any]] = {}
+        kinds_by_name: dict[str, set[type | None]] = {}
         for assignment in _assignments(node):
             kind = self._constructed_type(assignment.value)
             for target in assignment.targets:
                 name = dotted(target) or ""
                 if name.startswith("self."):
                     kinds_by_name.setdefault(name, set()).add(kind)
-        return {
-            name: kinds.pop()
-            for name, kinds in kinds_by_name.items()
-            if len(kinds) == 1 and None not in kinds
-        }
+        types: dict[str, type] = {}
+        for name, kinds in kinds_by_name.items():
+            kind = kinds.pop()
+            # With another assignment, also of something unknown, the attribute may hold that.
+            if kind is not None and not kinds:
+                types[name] = kind
+        return types
 
-    def _constructed_type(self, value: ast.expr) -> Any:
+    def _constructed_type(self, value: ast.expr) -> type | None:
         """`Trainer`, `Accelerator` or `Fabric`, if an expression constructs one."""
         if not isinstance(value, ast.Call):
             return None
         callee = self._source.library(value.func)
-        return callee if callee in FACES else None
+        if callee not in FACES:
+            return None
+        kind: type = callee
+        return kind
 
     def _visit_scope(self, node: ast.AST) -> None:
         """Read a scope, in which parameters and variables hide names from outside."""
@@ -479,7 +257,7 @@ class _Reader(ast.NodeVisitor):
         visit_GeneratorExp
     ) = _visit_scope
 
-    def _enter(self, node: ast.AST) -> tuple[_Source, dict[str, type]]:
+    def _enter(self, node: ast.AST) -> tuple[Source, dict[str, type]]:
         """Begin a scope; return what was known around it."""
         outer_source, outer_types = self._source, self._types
         visible, hidden = visible_names(node, outer_source.bound)
@@ -495,11 +273,13 @@ class _Reader(ast.NodeVisitor):
         parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         self._visit_outside_scope(node, parameters)
         outer_source, outer_types = self._enter(node)
+        # The parameter `self` hides the name outside, but is the same object in each method of the class.
         for name, kind in outer_types.items():
             if name.startswith("self."):
                 self._types[name] = kind
         is_callback = any(issubclass(base, Callback) for base in self._bases)
         is_hook = is_callback and _gets_trainer(node.name)
+        # The first two arguments of a callback's hook after self: trainer and pl_module, whatever the user calls them.
         for position, parameter in enumerate(parameters):
             kind = self._annotated_type(parameter)
             if kind in FACES:
@@ -534,14 +314,20 @@ class _Reader(ast.NodeVisitor):
     def _annotated_type(self, parameter: ast.arg) -> Any:
         """The object of this library that a parameter's annotation names, or None."""
         annotation = parameter.annotation
-        text = None if annotation is None else _constant_text(annotation)
+        if annotation is None:
+            return None
+        # An annotation may be a text that names a class which is imported only for type checkers.
+        text = constant_text(annotation)
         if text is not None:
             annotation = _parsed(text)
-        return None if annotation is None else self._source.library(annotation)
+        if annotation is None:
+            return None
+        return self._source.library(annotation)
 
     visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_Assign(self, node: ast.Assign) -> None:
+        # The value first: in `trainer = wrap(trainer.strategy)` it is still the Trainer.
         self.visit(node.value)
         kind = self._constructed_type(node.value)
         for target in node.targets:
@@ -581,15 +367,17 @@ class _Reader(ast.NodeVisitor):
             look_up(new)
         except (ImportError, AttributeError) as error:
             owner = node.value
+            # Of a chain only the first missing name is reported.
             if isinstance(owner, ast.Attribute) and self._source.library(owner) is None:
-                self._check_name(owner)  # the first that is missing is reported
+                self._check_name(owner)
             elif needs(error) is None:
                 problem, fix = reason(error)
                 self._report(
                     node, Answer("attribute", problem, _fix_of_missing(new, fix))
                 )
 
-    def _resolve(self, node: ast.Attribute, name: str) -> tuple[Any, Answer | None]:
+    def _resolve(self, node: ast.Attribute, name: str) -> tuple[object, Answer | None]:
+        """The object that an attribute is, or the reason for which the library refuses it; None for what is unknown."""
         stored = not isinstance(node.ctx, ast.Load)
         for variable, kind in self._types.items():
             if name.startswith(f"{variable}."):
@@ -599,17 +387,23 @@ class _Reader(ast.NodeVisitor):
         if root != "self" or not self._bases or not attributes:
             return None, None
         attribute, base = attributes[0], self._bases[0]
+        # Anywhere in the project: a mixin or an assignment from outside may define it.
         if self._project.defines(attribute):
             return None, None
         if _has_attribute(base, attribute):
-            value = getattr(base, attribute, None) if len(attributes) == 1 else None
+            value = None
+            if len(attributes) == 1:
+                value = getattr(base, attribute, None)
             return value, None
         if not self._knows_bases or stored:
             return None, None
-        if hasattr(nn.Module, attribute):  # a callback may be a module as well
+        # A callback may be a module as well.
+        if hasattr(nn.Module, attribute):
             return None, None
         public = attribute.lstrip("_")
-        fix = f"self.{public}" if public in dir(base) else None
+        fix = None
+        if public in dir(base):
+            fix = f"self.{public}"
         problem = (
             f"nothing defines self.{attribute}: {base.__name__} has no such attribute"
         )
@@ -631,7 +425,7 @@ class _Reader(ast.NodeVisitor):
         self._check_log_filter(node, name)
         self.generic_visit(node)
 
-    def _check_arguments(self, node: ast.Call, callee: Any) -> None:
+    def _check_arguments(self, node: ast.Call, callee: Function) -> None:
         """Report the keyword arguments that the class or function of this library refuses."""
         expressions = {
             keyword.arg: keyword.value
@@ -665,7 +459,8 @@ class _Reader(ast.NodeVisitor):
         if function not in ("getLogger", "filterwarnings"):
             return
         for argument in [*node.args, *(keyword.value for keyword in node.keywords)]:
-            text = _constant_text(argument) or ""
+            # A filter is a pattern, in which the dots of the name may have backslashes.
+            text = constant_text(argument) or ""
             package = re.match(r"\w+(?:\\?\.\w+)*", text)
             if package is None or not foreign(package[0].replace("\\", "")):
                 continue
@@ -689,7 +484,7 @@ class _Reader(ast.NodeVisitor):
 
     def _check_product(self, node: ast.stmt | ast.expr, *factors: ast.expr) -> None:
         """Report a loss that is multiplied by the number of micro-batches, in a script for Accelerate."""
-        names = [_last_name(factor) for factor in factors]
+        names = [last_name(factor) for factor in factors]
         if "gradient_accumulation_steps" not in names:
             return
         if not any(name.endswith("loss") for name in names):
@@ -698,7 +493,8 @@ class _Reader(ast.NodeVisitor):
             self._report(node, _STEPS_IN_LOSS)
 
     def visit_Expr(self, node: ast.Expr) -> None:
-        if not isinstance(node.value, ast.Constant):  # a docstring
+        # A docstring may name the other library without using it.
+        if not isinstance(node.value, ast.Constant):
             self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> None:
@@ -723,6 +519,7 @@ def _fix_of_missing(name: str, fix: str | None) -> str | None:
     flag = re.search(r"\._?(\w+)_AVAILABLE$", name)
     if flag is not None:
         return f'importlib.util.find_spec("{flag[1].lower()}") is not None'
+    # "dir(module) lists its names" helps only where the code runs.
     if fix is not None and not fix.startswith("dir("):
         return fix
     return "copy it into your code, or keep this import of the other library: it has no counterpart here"
@@ -735,41 +532,8 @@ def _parsed(text: str) -> ast.expr | None:
         return None
 
 
-def _class_attributes(cls: ast.ClassDef) -> Iterator[str]:
-    """The names that the statements directly in a class assign."""
-    for statement in cls.body:
-        target = getattr(statement, "target", None)
-        for each in getattr(statement, "targets", [target]):
-            if isinstance(each, ast.Name):
-                yield each.id
-
-
-def _called_methods(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
-    """The methods that a function calls, without those of its own name."""
-    for node in ast.walk(function):
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-            continue
-        if node.func.attr != function.name:
-            yield node.func.attr
-
-
-def _last_name(node: ast.AST) -> str:
-    """``c`` of ``a.b.c``; empty for other expressions."""
-    return (dotted(node) or "").rpartition(".")[2]
-
-
 def _assignments(node: ast.AST) -> Iterator[ast.Assign]:
     return (child for child in ast.walk(node) if isinstance(child, ast.Assign))
-
-
-def _without_bases(classes: Sequence[type]) -> tuple[type, ...]:
-    """The distinct classes, without those that another one of them extends."""
-    distinct = tuple(dict.fromkeys(classes))
-    return tuple(
-        cls
-        for cls in distinct
-        if not any(cls is not other and issubclass(other, cls) for other in distinct)
-    )
 
 
 def _has_attribute(base: type, name: str) -> bool:
@@ -779,13 +543,15 @@ def _has_attribute(base: type, name: str) -> bool:
     return name in _assigned(base)
 
 
-def _example(base: type) -> Any:
+def _example(base: type) -> object:
     """Make an object of a class, for attributes that its constructor sets; return the class if that fails."""
+    # Constructors of these three only set attributes; that of another class may open files or connections.
     if not issubclass(base, (TrainModule, DataModule, Callback)):
         return base
+    # It may need arguments, or a package that is not installed.
     try:
         return base()
-    except Exception:  # it needs arguments, or a package that is not installed
+    except Exception:
         return base
 
 
@@ -803,6 +569,7 @@ def _gets_trainer(hook: str) -> bool:
 def _assigned(base: type) -> frozenset[str]:
     """The attributes that the methods of a class and of its bases here assign: public ones, and keys of __dict__."""
     names: set[str] = set()
+    # From the source, since objects such as loggers cannot be made without their package.
     for cls in base.__mro__:
         if not cls.__module__.startswith("trainer_kit."):
             continue
@@ -820,17 +587,13 @@ def _assigned_by(node: ast.AST) -> str | None:
             return None
         return node.attr
     if isinstance(node, ast.Call) and dotted(node.func) == "self.__dict__.setdefault":
-        return _constant_text(node.args[0])
+        return constant_text(node.args[0])
     if isinstance(node, ast.Subscript) and dotted(node.value) == "self.__dict__":
-        return _constant_text(node.slice)
+        return constant_text(node.slice)
     return None
 
 
 def _constant_value(node: ast.AST) -> object:
-    return node.value if isinstance(node, ast.Constant) else None
-
-
-def _constant_text(node: ast.AST) -> str | None:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
-    return None
+    if not isinstance(node, ast.Constant):
+        return None
+    return node.value

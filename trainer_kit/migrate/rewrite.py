@@ -35,6 +35,7 @@ def rewrite_python(source: bytes, bound: Mapping[str, str]) -> bytes:
     rewrite = _Rewrite(bound)
     module = cst.parse_module(source)
     if rewrite.needs_scopes(source):
+        # The wrapper would copy the tree in case a node is in it twice, which parse_module never makes.
         module = MetadataWrapper(module, unsafe_skip_copy=True).visit(rewrite)
     else:
         module = module.visit(rewrite)
@@ -48,7 +49,9 @@ def rewrite_python(source: bytes, bound: Mapping[str, str]) -> bytes:
 
 
 def _name_of(node: cst.CSTNode | None) -> str:
-    return "" if node is None else get_full_name_for_node(node) or ""
+    if node is None:
+        return ""
+    return get_full_name_for_node(node) or ""
 
 
 def _root_of(node: cst.BaseExpression) -> cst.BaseExpression:
@@ -65,7 +68,9 @@ def _expression(name: str) -> cst.Attribute | cst.Name:
 
 def _alias(alias: cst.ImportAlias) -> cst.ImportAlias:
     new = renamed(_name_of(alias.name))
-    return alias if new is None else alias.with_changes(name=_expression(new))
+    if new is None:
+        return alias
+    return alias.with_changes(name=_expression(new))
 
 
 def _with_argument(call: cst.Call, name: str, value: str) -> cst.Call:
@@ -73,6 +78,7 @@ def _with_argument(call: cst.Call, name: str, value: str) -> cst.Call:
     argument = cst.Arg(cst.Name(value), keyword=cst.Name(name), equal=_EQUAL)
     if not call.args:
         return call.with_changes(args=[argument])
+    # The new last argument takes over the trailing comma and line end of the former one, which gets a separator.
     last = call.args[-1]
     separator = call.whitespace_before_args
     if not isinstance(separator, cst.ParenthesizedWhitespace):
@@ -118,6 +124,7 @@ class _Rewrite(cst.CSTTransformer):
             or (subpackages and "lightning" in self._bound.values())
         )
 
+    # Names inside imports are rewritten as a whole on leaving; visited one by one they would change twice.
     def visit_Import(self, node: cst.Import) -> bool:
         return False
 
@@ -135,23 +142,18 @@ class _Rewrite(cst.CSTTransformer):
         self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom
     ) -> cst.BaseSmallStatement:
         package = _name_of(original_node.module)
-        new = None if original_node.relative else renamed(package)
-        if new is None:
+        new = renamed(package)
+        # `from .lightning import x` is a module of the project.
+        if new is None or original_node.relative:
             return updated_node
         names = original_node.names
         if not isinstance(names, cst.ImportStar) and len(names) == 1:
             target = PACKAGES.get(f"{package}.{_name_of(names[0].name)}")
-            if (
-                target == new
-            ):  # `from lightning import pytorch as pl`: that is the package itself
+            # `from lightning import pytorch as pl` names the package itself, which has no attribute for it.
+            if target == new:
                 name = cst.ensure_type(names[0].name, cst.Name)
-                return cst.Import(
-                    [
-                        cst.ImportAlias(
-                            _expression(target), names[0].asname or cst.AsName(name)
-                        )
-                    ]
-                )
+                as_name = names[0].asname or cst.AsName(name)
+                return cst.Import([cst.ImportAlias(_expression(target), as_name)])
         return updated_node.with_changes(module=_expression(new))
 
     def _is_imported(self, node: cst.BaseExpression) -> bool:
@@ -160,19 +162,22 @@ class _Rewrite(cst.CSTTransformer):
         if scope is None or not isinstance(node, cst.Name):
             return False
         assignments = scope[node.value]
+        # A definition of the same name, such as in `except ImportError:`, makes the import uncertain.
         for assignment in assignments:
             definition = getattr(assignment, "node", None)
             if isinstance(definition, (cst.FunctionDef, cst.ClassDef)):
                 return False
-        return any(isinstance(each, ImportAssignment) for each in assignments)
+        return any(
+            isinstance(assignment, ImportAssignment) for assignment in assignments
+        )
 
     def leave_Name(
         self, original_node: cst.Name, updated_node: cst.Name
     ) -> cst.BaseExpression:
         new = self._plain.get(original_node.value)
-        if new is not None and not self._is_imported(original_node):
-            new = None
-        return updated_node if new is None else _expression(new)
+        if new is None or not self._is_imported(original_node):
+            return updated_node
+        return _expression(new)
 
     def leave_Attribute(
         self, original_node: cst.Attribute, updated_node: cst.Attribute
@@ -181,6 +186,8 @@ class _Rewrite(cst.CSTTransformer):
         new = None
         if root in self._bound and attributes:
             new = PACKAGES.get(f"{self._bound[root]}.{attributes}")
+        # `leave_Name` may have changed the name after the dot, which is no variable; here and in the methods below it
+        # is put back.
         if new is None or not self._is_imported(_root_of(original_node)):
             return updated_node.with_changes(attr=original_node.attr)
         package = renamed(self._bound[root])
@@ -205,14 +212,19 @@ class _Rewrite(cst.CSTTransformer):
         steps = arguments.get("gradient_accumulation_steps")
         if called != "Accelerator" or steps is None:
             return updated_node
+        # The call that makes the plugin is rewritten by the branch above.
         if "gradient_accumulation_plugin" in arguments:
             return updated_node
+        # A window of one step is never short.
         if isinstance(steps.value, cst.Integer) and steps.value.value == "1":
             return updated_node
         plugin = self._plugin_argument(_name_of(updated_node.func), steps)
-        return updated_node.with_changes(
-            args=[plugin if arg is steps else arg for arg in updated_node.args]
-        )
+        updated_arguments = []
+        for argument in updated_node.args:
+            if argument is steps:
+                argument = plugin
+            updated_arguments.append(argument)
+        return updated_node.with_changes(args=updated_arguments)
 
     def _plugin_argument(self, callee: str, steps: cst.Arg) -> cst.Arg:
         """The argument that replaces ``gradient_accumulation_steps`` of an Accelerator."""

@@ -51,8 +51,10 @@ def setup_findings(path: PurePath, text: str) -> Iterator[Finding]:
         ...     print(finding.line, finding.problem)
         2 lightning is required
     """
+    # A shell script has lines that look like requirements, such as a word in quotes.
     lists_requirements = _REQUIREMENTS.fullmatch(path.name) is not None
     for number, line in enumerate(text.splitlines(), 1):
+        # The patterns below look at one line: what a comment says of a package is no requirement.
         code = line.partition("#")[0]
         if lists_requirements:
             requirement = _REQUIREMENT.search(code)
@@ -68,7 +70,10 @@ def command_findings(path: str, number: int, line: str) -> Iterator[Finding]:
         yield _requirement(path, number, install["name"])
     for command in _COMMAND.finditer(line):
         name = f"{command['command']} {command['verb']}"
-        verb = "launch" if command["verb"] == "run" else command["verb"]
+        verb = command["verb"]
+        # `fabric run` is Lightning's launcher.
+        if verb == "run":
+            verb = "launch"
         yield Finding(
             str(path),
             number,

@@ -64,6 +64,7 @@ def rewrite_yaml(text: str) -> str:
         >>> rewrite_yaml("_target_: lightning.pytorch.Trainer  # the loop")
         '_target_: trainer_kit.Trainer  # the loop'
     """
+    # In the text and not in a tree of YAML, which would lose comments and layout.
     return _NAME.sub(lambda match: name_here(match[0]) or match[0], text)
 
 
@@ -98,6 +99,7 @@ def _configured_below(node: yaml.Node | None) -> Iterator[Configured]:
         if isinstance(value, yaml.ScalarNode):
             yield from _named_class(key, value, _arguments_beside(key, node, values))
         elif key == "trainer" and isinstance(value, yaml.MappingNode):
+            # Lightning's command line names no class there. With a class, its own entry has the arguments.
             if not _names_a_class(value):
                 yield Configured(None, value.start_mark.line + 1, _arguments(value))
     for _, value in node.value:
@@ -108,6 +110,7 @@ def _named_class(
     key: str, value: yaml.ScalarNode, arguments: Mapping[str, Argument]
 ) -> Iterator[Configured]:
     new = renamed(value.value)
+    # Under another key only a name of a class counts: `lightning.pytorch` may be a logger or a topic.
     if new is not None and (key in _ARGUMENTS_OF or _CLASS_NAME.fullmatch(value.value)):
         yield Configured(new, value.start_mark.line + 1, arguments)
 
@@ -120,7 +123,10 @@ def _arguments_beside(
     holder = _ARGUMENTS_OF[key]
     if holder is not None:
         return _arguments(values.get(holder))
-    return _arguments(node) if key == "_target_" else {}
+    # Hydra's arguments stand beside the class; `path` has none that could be told from other settings.
+    if key == "_target_":
+        return _arguments(node)
+    return {}
 
 
 def _names_a_class(node: yaml.MappingNode) -> bool:
@@ -135,13 +141,18 @@ def _arguments(node: yaml.Node | None) -> dict[str, Argument]:
         return {}
     arguments = {}
     for key, value in node.value:
+        # Names with an underscore are Hydra's own, such as _target_ and _partial_.
         if not isinstance(key, yaml.ScalarNode) or key.value.startswith("_"):
             continue
         if not key.value.isidentifier():
             continue
-        is_scalar = isinstance(value, yaml.ScalarNode)
-        source = value.value if is_scalar else ""
-        constant = source if is_scalar and "$" not in source else None
+        source = ""
+        constant = None
+        if isinstance(value, yaml.ScalarNode):
+            source = value.value
+            # An interpolation such as ${lr} may become anything.
+            if "$" not in source:
+                constant = source
         line = key.start_mark.line + 1
         arguments[key.value] = Argument(constant, source, line)
     return arguments
