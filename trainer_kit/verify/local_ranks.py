@@ -412,7 +412,7 @@ def _collective(name: str) -> Function:
             ]
             detail = f"({', '.join(shapes)})"
         # The number of the call in this group: ranks that call different collectives
-        # arrive under the same key, and are told apart by name.
+        # arrive under the same key, and are distinguished by name.
         key = self.group_name, self._calls
         return _turns().meet(key, self.size(), name, run, detail)
 
@@ -488,7 +488,7 @@ def _threads_as_ranks(turns: _Turns) -> Iterator[None]:
         options["timeout"] = _GLOO_TIME
         arguments = (size, rank, members, backend, store, group_name)
         call = partial(new_group, *arguments, **options)
-        # A rank outside the group gets a placeholder at once, and waits for nobody.
+        # A rank outside the group gets a placeholder at once, and waits for no rank.
         if members and turns.rank not in members:
             return call()
         key = ("new", group_name, tuple(members))

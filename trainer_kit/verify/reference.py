@@ -569,7 +569,7 @@ class _Plain:
             rank.hook("on_after_backward")
             return
         # The new gradients must stand alone until all ranks have theirs: a sum with the
-        # earlier ones could not be told apart from them.
+        # earlier ones could not be separated from them.
         parameters = list(rank.module.parameters())
         self.earlier[data_rank] = [parameter.grad for parameter in parameters]
         for parameter in parameters:

@@ -365,7 +365,7 @@ class _Verifier:
 def _division(run: list[Record]) -> Division:
     """How a run divides its data."""
     first = run[0]
-    # Ranks of a tensor or pipeline group share their data: the first stands for all.
+    # Ranks of a tensor or pipeline group share their data: the first represents all.
     first_ranks: dict[int, int] = {}
     for record in run:
         first_ranks.setdefault(record.data_rank, record.rank)

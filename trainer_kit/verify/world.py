@@ -116,7 +116,7 @@ def _dependent_module(
     step, index = batch
     samples = sum(map(len, rows))
     for key, output in micro.watched.outputs.items():
-        # Only rows of samples can be told apart by rank.
+        # Only rows of samples can be assigned to ranks.
         if not output.ndim or len(output) != samples:
             continue
         for data_rank, share in enumerate(rows):
