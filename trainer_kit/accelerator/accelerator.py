@@ -279,9 +279,8 @@ class Accelerator:
         self.origins |= chosen_sizes(options)
         self.strategy = started_strategy(options, on_cpu, self.environment)
         self._engine_options = {**options, **describe_engine(strategy, self.strategy)}
-        self.torch_tp_plugin = torch_tp_plugin or find_option(
-            self._engine_options, TorchTensorParallelPlugin
-        )
+        split_layers = find_option(self._engine_options, TorchTensorParallelPlugin)
+        self.torch_tp_plugin = torch_tp_plugin or split_layers
         self.precision = resolve_precision(precision_name, self.strategy, options)
         self.dataloader_config = named_loaders(dataloader_config, split_batches)
         self.dynamo_plugin = dynamo_plugin or named_dynamo(dynamo_backend)
@@ -931,8 +930,7 @@ class Accelerator:
     @property
     def is_fsdp2(self) -> bool:
         """Whether FSDP shards the parameters, alone or on a mesh: always as FSDP2, also for ``fsdp_version=1``."""
-        runs_fsdp = self.distributed_type == DistributedType.FSDP
-        return runs_fsdp or self.fsdp_plugin is not None
+        return self.distributed_type == DistributedType.FSDP or bool(self.fsdp_plugin)
 
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
@@ -977,9 +975,8 @@ class Accelerator:
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The active DeepSpeed plugin, or that of a ``strategy=`` object; None under other engines."""
-        return active_plugin(self.deepspeed_plugins) or find_option(
-            self._engine_options, DeepSpeedPlugin
-        )
+        plugin = active_plugin(self.deepspeed_plugins)
+        return plugin or find_option(self._engine_options, DeepSpeedPlugin)
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
         """Return a plugin of ``Accelerator(deepspeed_plugins={name: plugin})``."""

@@ -466,7 +466,7 @@ class Checkpoints:
             state: the state.
             owned: the parameters of each optimizer's groups.
         """
-        # Optimizers first: they report which learning rates were configured anew, and schedulers keep those.
+        # Optimizers first: they report which learning rates were set by the user since, and schedulers keep those.
         reconfigured = self._load_optimizers(state, owned)
         self._load_schedulers(state, reconfigured)
         self._precision.load_state_dict(state["precision"])

@@ -76,6 +76,9 @@ def ranks_of_groups() -> dict[str, list[int]]:
     members_of_group = dist.distributed_c10d._world.pg_group_ranks
     ranks: dict[str, list[int]] = {}
     for group, members in members_of_group.items():
+        # Torch keeps the number of a group without this rank in place of it; the pipeline's groups are such ones.
+        if isinstance(group, int):
+            continue
         ranks[group.group_name] = sorted(members)
     return ranks
 

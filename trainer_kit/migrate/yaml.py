@@ -123,7 +123,7 @@ def _arguments_beside(
     holder = _ARGUMENTS_OF[key]
     if holder is not None:
         return _arguments(values.get(holder))
-    # Hydra's arguments stand beside the class; `path` has none that could be told from other settings.
+    # Hydra's arguments stand beside the class; `path` has none that can be distinguished from other settings.
     if key == "_target_":
         return _arguments(node)
     return {}

@@ -371,10 +371,15 @@ class WindowLoader:
         if self.ahead is not None:
             sizes = [size for size, _, _ in items]
             weights = [weight for _, weight, _ in items]
-            return sizes, weights, [batch for _, _, batch in items]
+            batches = [batch for _, _, batch in items]
+            return sizes, weights, batches
         sizes = [size for _, size in items]
         # EMPTY marks this rank's share of a batch with fewer samples than ranks.
-        batches = [None if batch is EMPTY else batch for batch, _ in items]
+        batches = []
+        for batch, _ in items:
+            if batch is EMPTY:
+                batch = None
+            batches.append(batch)
         if self.loss_weight is None:
             return sizes, list(sizes), batches
         # The user's function gets no batch that does not exist.
