@@ -275,9 +275,7 @@ class Session:
     def local_rank(self) -> int:
         """This process's rank on its node."""
         # A process that a launcher has started may train alone.
-        if self.world_size == 1:
-            return 0
-        return self.environment.local_rank
+        return self.environment.local_rank if self.world_size > 1 else 0
 
     @property
     def node_rank(self) -> int:
@@ -353,9 +351,7 @@ class Session:
 
     def position(self) -> Position:
         """Where the running or last fit is, for the loop objects."""
-        batch_idx = 0
-        if self.run is not None:
-            batch_idx = self.run.windows.window.index
+        batch_idx = 0 if self.run is None else self.run.windows.window.index
         fits = self.state_verb == "fit"
         return Position(self.progress, self.metrics.hook, batch_idx, fits)
 
@@ -368,9 +364,7 @@ class Session:
         """
         self.settings = self.settings.with_limit(name, value)
         if self.state_verb == "fit" and self.run is not None:
-            number = value
-            if value == -1:
-                number = None
+            number = None if value == -1 else value
             self.run.schedule.set_limit(name, number)
             # It may be reached at this very step.
             self.requests.wake()
@@ -443,9 +437,7 @@ class Session:
     @property
     def max_steps(self) -> int:
         """The limit in steps, or -1."""
-        if self.settings.max_steps is None:
-            return -1
-        return self.settings.max_steps
+        return -1 if self.settings.max_steps is None else self.settings.max_steps
 
     limit_train_batches = Limit()
     """Batches of a training epoch, or a fraction of them."""
@@ -479,16 +471,12 @@ class Session:
     @property
     def gradient_clip_val(self) -> float | None:
         """The largest gradient norm or value; None for no clipping."""
-        if self.settings.clip is None:
-            return None
-        return self.settings.clip[0]
+        return None if self.settings.clip is None else self.settings.clip[0]
 
     @property
     def gradient_clip_algorithm(self) -> str | None:
         """``"norm"`` or ``"value"``; None for no clipping."""
-        if self.settings.clip is None:
-            return None
-        return self.settings.clip[1]
+        return None if self.settings.clip is None else self.settings.clip[1]
 
     @property
     def log_every_n_steps(self) -> int:
@@ -581,9 +569,7 @@ class Session:
 
         None if the loader does not draw indices: for a stream, a list of batches, or several loaders read together.
         """
-        if self.evaluation is None:
-            return None
-        return self.evaluation.indices
+        return None if self.evaluation is None else self.evaluation.indices
 
     @property
     def train_dataloader(self) -> Any:
@@ -702,9 +688,7 @@ class Session:
     def logger(self) -> Any:
         """The first logger, or None; with ``fast_dev_run`` a `DummyLogger`, which accepts calls and writes nothing."""
         # Modules call methods of the logger: with None, a quick try would fail where the real run does not.
-        if self.settings.fast:
-            return DummyLogger()
-        return next(iter(self.loggers), None)
+        return DummyLogger() if self.settings.fast else next(iter(self.loggers), None)
 
     @logger.setter
     def logger(self, logger: Any) -> None:
@@ -727,9 +711,7 @@ class Session:
     @property
     def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
         """The schedulers of the running fit, with their intervals."""
-        if self.run is None:
-            return []
-        return self.run.stepper.configured.schedulers
+        return [] if self.run is None else self.run.stepper.configured.schedulers
 
     @property
     def precision(self) -> str:
@@ -876,9 +858,7 @@ class Session:
     def log_dir(self) -> str:
         """Where the first logger writes, or without one `default_root_dir`; the same on every rank."""
         # Not by this rank's loggers: ranks other than 0 may have none that writes.
-        if self.files.loggers:
-            return str(self.run_dir)
-        return self.files.root
+        return str(self.run_dir) if self.files.loggers else self.files.root
 
     @property
     def run_dir(self) -> Path:
