@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from trainer_kit.checkpoint.weights import read_weights
 from trainer_kit.compat.accelerate_utilities import find_device, send_to_device
 from trainer_kit.core.devices import present_accelerator
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
+from trainer_kit.core.types import Batch, JsonObject, Keywords, SavedState, StateDict
 from trainer_kit.inference.device_map import compute_module_sizes, resolve_dtype
 from trainer_kit.inference.dispatch import find_tied, parameter_like, undo_dispatch
 from trainer_kit.inference.offload_hooks import put
@@ -90,10 +91,10 @@ def set_module_tensor_to_device(
     module: nn.Module,
     tensor_name: str,
     device: int | str | torch.device,
-    value: Any = None,
+    value: Tensor | Sequence[float] | None = None,
     dtype: str | torch.dtype | None = None,
-    fp16_statistics: Any = None,
-    tied_params_map: Any = None,
+    fp16_statistics: object = None,
+    tied_params_map: object = None,
     non_blocking: bool = False,
     clear_cache: bool = True,
 ) -> None:
@@ -138,7 +139,9 @@ def set_module_tensor_to_device(
             found=type(module).__name__,
         )
     target = torch.device(device)
-    tensor = current.detach() if value is None else torch.as_tensor(value)
+    tensor = current.detach()
+    if value is not None:
+        tensor = torch.as_tensor(value)
     if tensor.shape != current.shape:
         raise ConfigurationError(
             f"the value of {tensor_name} has a different shape",
@@ -150,17 +153,20 @@ def set_module_tensor_to_device(
             found="the meta device",
             fix="pass value=...",
         )
+    # Without a dtype a new value takes that of the old one. With one, integers and booleans keep theirs: a position in
+    # bfloat16 would be another value.
     if value is not None and dtype is None:
         tensor = tensor.to(current.dtype)
     elif dtype is not None and tensor.is_floating_point():
         tensor = tensor.to(resolve_dtype(dtype))
     tensor = tensor.to(target, non_blocking=non_blocking)
     moved = tensor.dtype != current.dtype or tensor.device != current.device
-    if value is not None or moved:  # else an optimizer keeps its parameter
+    # An unchanged parameter stays the same object, since an optimizer may hold it.
+    if value is not None or moved:
         put(owner, key, parameter_like(current, tensor))
 
 
-def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
+def find_tied_parameters(model: nn.Module, **kwargs: object) -> list[list[str]]:
     """Return the groups of names that refer to the same parameter.
 
     Example:
@@ -185,6 +191,7 @@ def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> 
     """
     for names in tied_params:
         parameters = [model.get_parameter(name) for name in names]
+        # Only one of the names may have been loaded, the others stay on the meta device.
         with_values = [p for p in parameters if p.device.type != "meta"]
         if not with_values:
             continue
@@ -199,6 +206,7 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
     embeddings: Any = getattr(model, "get_output_embeddings", None)
     if config is None or embeddings is None:
         return False
+    # A model of several modalities has the setting in the configuration of its decoder.
     text_config = config
     if hasattr(config, "get_text_config"):
         text_config = config.get_text_config(decoder=True)
@@ -243,7 +251,7 @@ def _list_paths(name: str) -> Iterator[str]:
 
 
 def get_max_layer_size(
-    modules: Sequence[tuple[str, Any]],
+    modules: Sequence[tuple[str, nn.Module | Tensor]],
     module_sizes: Mapping[str, int],
     no_split_module_classes: Sequence[str],
 ) -> tuple[int, list[str]]:
@@ -290,8 +298,9 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 
 
 def load_state_dict(
-    checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+    checkpoint_file: str | os.PathLike[str],
+    device_map: Mapping[str, int | str | torch.device] | None = None,
+) -> StateDict:
     """Load the weights in a file, each to its device.
 
     Args:
@@ -304,9 +313,11 @@ def load_state_dict(
     weights = read_weights(checkpoint_file)
     if not device_map:
         return weights
+    # The innermost module that the map names decides.
     for name in weights:
         devices = (device_map[key] for key in _list_paths(name) if key in device_map)
         device = next(devices, "cpu")
+        # Offloading to the disk reads the tensor from the CPU.
         if device == "disk":
             device = "cpu"
         weights[name] = weights[name].to(device)
@@ -403,17 +414,20 @@ def add_hook_to_module(
     module = hook.init_hook(module)
     grads: list[bool] = []
 
-    def enter(called: nn.Module, args: Any, kwargs: Any) -> Any:
+    # torch calls these; the module's own forward is not replaced, so that removing them leaves it as it was.
+    def enter(called: nn.Module, args: Batch, kwargs: Keywords) -> Batch:
+        # A stack, because a module may call itself.
         grads.append(torch.is_grad_enabled())
         args, kwargs = hook.pre_forward(called, *args, **kwargs)
         torch.set_grad_enabled(grads[-1] and not hook.no_grad)
         return tuple(args), kwargs
 
-    def leave(called: nn.Module, args: Any, output: Any) -> None:
-        if grads:  # after an exception, too
+    def leave(called: nn.Module, args: object, output: object) -> None:
+        # always_call runs it after an exception too, also after one in `enter` of another hook.
+        if grads:
             torch.set_grad_enabled(grads.pop())
 
-    def change_output(called: nn.Module, args: Any, output: Any) -> Any:
+    def change_output(called: nn.Module, args: object, output: Batch) -> Batch:
         return hook.post_forward(called, output)
 
     module.__dict__["_hf_hook"] = hook
@@ -472,7 +486,7 @@ class AlignDevicesHook(ModelHook):
         offload_buffers: bool = False,
         place_submodules: bool = False,
         skip_keys: str | Sequence[str] | None = None,
-        tied_params_map: Any = None,
+        tied_params_map: object = None,
     ) -> None:
         self.execution_device = execution_device
         self.offload = offload
@@ -511,6 +525,7 @@ class AlignDevicesHook(ModelHook):
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
+
         device = self.execution_device
         if device is None:
             device = find_device([args, kwargs])
@@ -545,6 +560,13 @@ class AlignDevicesHook(ModelHook):
         return module
 
 
+class _OffloadHook(Protocol):
+    """What `cpu_offload_with_hook` returns beside a model."""
+
+    def offload(self) -> None:
+        """Move the model to host memory."""
+
+
 class CpuOffload(ModelHook):
     """Keeps a whole model in host memory until it is called; `cpu_offload_with_hook` can move it back.
 
@@ -556,7 +578,7 @@ class CpuOffload(ModelHook):
     def __init__(
         self,
         execution_device: int | str | torch.device | None = None,
-        prev_module_hook: Any = None,
+        prev_module_hook: _OffloadHook | None = None,
     ) -> None:
         self.prev_module_hook = prev_module_hook
         if execution_device is None:
@@ -584,7 +606,7 @@ def has_offloaded_params(module: nn.Module) -> bool:
 
 @contextmanager
 def align_module_device(
-    module: nn.Module, execution_device: Any = None
+    module: nn.Module, execution_device: int | str | torch.device | None = None
 ) -> Iterator[None]:
     """Context in which the tensors of a module have values and are on a device.
 
@@ -620,10 +642,8 @@ def align_module_device(
 
 # -- weights in a folder -----------------------------------------------------------------------------------------------
 
-_CARRIERS: Final = {
-    1: torch.int8,
-    2: torch.int16,
-}  # by size, for dtypes that NumPy lacks
+# By size in bytes: the dtype under which NumPy writes and reads the bits of a dtype that it lacks.
+_CARRIERS: Final = {1: torch.int8, 2: torch.int16}
 
 
 def _is_unknown_to_numpy(dtype_name: str) -> bool:
@@ -634,8 +654,8 @@ def offload_weight(
     weight: Tensor,
     weight_name: str,
     offload_folder: str | os.PathLike[str],
-    index: dict[str, Any] | None = None,
-) -> dict[str, Any] | None:
+    index: JsonObject | None = None,
+) -> JsonObject | None:
     """Write a tensor to ``<weight_name>.dat``.
 
     Args:
@@ -659,7 +679,7 @@ def offload_weight(
 
 
 def load_offloaded_weight(
-    weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]
+    weight_file: str | os.PathLike[str], weight_info: JsonObject
 ) -> Tensor:
     """Read what `offload_weight` wrote.
 
@@ -683,7 +703,8 @@ def save_offload_index(
     if not index:
         return
     file = Path(offload_folder) / "index.json"
-    entries: dict[str, Any] = {}
+    entries: JsonObject = {}
+    # A model may be offloaded to one folder in several calls.
     if file.is_file():
         entries = json.loads(file.read_text(encoding="utf-8"))
     entries.update(index)
@@ -700,7 +721,7 @@ def offload_state_dict(
         state_dict: the tensors.
     """
     Path(save_dir).mkdir(parents=True, exist_ok=True)
-    index: dict[str, Any] = {}
+    index: JsonObject = {}
     for name, tensor in state_dict.items():
         offload_weight(tensor, name, save_dir, index)
     save_offload_index(index, save_dir)
@@ -725,8 +746,8 @@ def load_offloaded_weights(
 
 
 def extract_submodules_state_dict(
-    state_dict: Mapping[str, Any], submodule_names: Sequence[str]
-) -> dict[str, Any]:
+    state_dict: SavedState, submodule_names: Sequence[str]
+) -> StateDict:
     """Return the entries of a state dict that belong to the named modules.
 
     Example:
@@ -789,7 +810,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         state_dict: Mapping[str, Tensor] | None = None,
         save_folder: str | os.PathLike[str] | None = None,
         index: Mapping[str, Any] | None = None,
-        device: Any = None,
+        device: int | str | torch.device | None = None,
     ) -> None:
         if state_dict is None and save_folder is None and index is None:
             raise ConfigurationError(
@@ -804,6 +825,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         self.device = device
 
     def __getitem__(self, key: str) -> Tensor:
+        # Memory has priority: an entry of the folder may be older.
         if key in self.state_dict:
             return self.state_dict[key]
         info = self.index[key]

@@ -109,12 +109,9 @@ PATHS: Final[dict[str, dict[str, str]]] = {
 }
 """The names at each module path: a name means the same at each path, so each path has all of them."""
 PATHS[""] = {"is_rich_available": "compat.accelerate_probes:is_rich_available"}
-PATHS["optimizer"]["__call__"] = (
-    "precision.optimizers:make_optimizer"  # `tk.optimizer` is a function, too
-)
-PATHS["utils.tqdm"]["__call__"] = (
-    "accelerator.script_names:tqdm"  # which `utils.tqdm` is, too
-)
+# `tk.optimizer` and `utils.tqdm` are functions as well as modules, so these modules can be called.
+PATHS["optimizer"]["__call__"] = "precision.optimizers:make_optimizer"
+PATHS["utils.tqdm"]["__call__"] = "accelerator.script_names:tqdm"
 
 _INSTEAD: Final = {
     "MegatronLMPlugin(...) with a model of megatron-core, and your own loop": "AbstractTrainStep BertTrainStep "

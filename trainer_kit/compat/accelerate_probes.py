@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from importlib.metadata import version
-from typing import Any, Final
+from typing import Final, TypeVar
 
 import torch
 from packaging.version import Version
 
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.types import Function
 
 __all__ = [
     "compare_versions",
@@ -24,6 +25,8 @@ __all__ = [
     "probe",
     "torchao_required",
 ]
+
+_Decorated = TypeVar("_Decorated", bound=Function)
 
 _PACKAGES: Final = {
     "4bit_bnb": "bitsandbytes",
@@ -66,6 +69,12 @@ _PACKAGES: Final = {
 }
 """For each word in ``is_<feature>_available``, the modules of which one must be installed."""
 
+
+def _has_device(name: str) -> bool:
+    # Builds of torch for such a device, or a package that extends torch, add the module.
+    return hasattr(torch, name) and bool(getattr(torch, name).is_available())
+
+
 _DEVICES: Final[dict[str, Callable[[], bool]]] = {
     "cuda": torch.cuda.is_available,
     "mps": torch.backends.mps.is_available,
@@ -75,9 +84,7 @@ _DEVICES: Final[dict[str, Callable[[], bool]]] = {
     "fp16": lambda: True,
     "bf16": lambda: not torch.cuda.is_available() or torch.cuda.is_bf16_supported(),
     **{
-        name: lambda name=name: bool(
-            hasattr(torch, name) and getattr(torch, name).is_available()
-        )  # type: ignore[misc]
+        name: partial(_has_device, name)
         for name in ("hpu", "mlu", "musa", "neuron", "npu", "sdaa", "xpu")
     },
 }
@@ -96,7 +103,8 @@ def probe(feature: str) -> Callable[..., bool]:
         (True, False)
     """
 
-    def is_available(*_: Any, **__: Any) -> bool:
+    # Some of Accelerate's functions take options, such as min_version; the answer here does not depend on them.
+    def is_available(*_: object, **__: object) -> bool:
         if feature in _ALWAYS:
             return _ALWAYS[feature]
         if feature in _DEVICES:
@@ -112,7 +120,8 @@ def probe(feature: str) -> Callable[..., bool]:
     return is_available
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> Function:
+    # Made on access: a program asks for few of the features in the tables.
     feature = name.removeprefix("is_").removesuffix("_available")
     is_listed = feature in _PACKAGES or feature in _DEVICES or feature in _ALWAYS
     if is_listed and name == f"is_{feature}_available":
@@ -173,10 +182,11 @@ def is_torch_version(operation: str, version: str) -> bool:
 
 def is_bnb_available(min_version: str | None = None) -> bool:
     """Whether bitsandbytes is installed, at least in a version."""
-    installed = importlib.util.find_spec("bitsandbytes") is not None
-    return installed and (
-        min_version is None or compare_versions("bitsandbytes", ">=", min_version)
-    )
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return False
+    if min_version is None:
+        return True
+    return compare_versions("bitsandbytes", ">=", min_version)
 
 
 def is_habana_gaudi1() -> bool:
@@ -192,38 +202,42 @@ def is_torch_xla_available(
         return False
     if not (check_is_tpu or check_is_gpu):
         return True
+    device_types = ["GPU", "CUDA"]
+    if check_is_tpu:
+        device_types = ["TPU"]
+    # Asking for the type starts the runtime, so it is asked for on request only.
     runtime = importlib.import_module("torch_xla.runtime")
-    return runtime.device_type() in (("TPU",) if check_is_tpu else ("GPU", "CUDA"))
+    return runtime.device_type() in device_types
 
 
 def is_transformer_engine_mxfp8_available() -> bool:
     """Whether Transformer Engine is installed and this GPU computes in MXFP8."""
     if not probe("transformer_engine")():
         return False
-    return bool(
-        importlib.import_module("transformer_engine.pytorch.fp8").check_mxfp8_support()[
-            0
-        ]
-    )
+    fp8 = importlib.import_module("transformer_engine.pytorch.fp8")
+    is_supported, _reason = fp8.check_mxfp8_support()
+    return bool(is_supported)
 
 
-def _required(feature: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _required(feature: str, function: _Decorated) -> _Decorated:
+    # At the call and not at the decoration, so that a module that uses the decorator can be imported without it.
     @wraps(function)
-    def call(*arguments: Any, **options: Any) -> Any:
+    def call(*arguments: object, **options: object) -> object:
         if not probe(feature)():
             raise ImportError(
                 f"{function.__name__} needs {feature}: pip install {feature}"
             )
         return function(*arguments, **options)
 
-    return call
+    # wraps keeps the signature, which a checker cannot know.
+    return call  # type: ignore[return-value]
 
 
-def deepspeed_required(func: Callable[..., Any]) -> Callable[..., Any]:
+def deepspeed_required(func: _Decorated) -> _Decorated:
     """Decorator: a call raises an ImportError if DeepSpeed is not installed."""
     return _required("deepspeed", func)
 
 
-def torchao_required(func: Callable[..., Any]) -> Callable[..., Any]:
+def torchao_required(func: _Decorated) -> _Decorated:
     """Decorator: a call raises an ImportError if torchao is not installed."""
     return _required("torchao", func)

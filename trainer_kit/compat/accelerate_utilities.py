@@ -8,7 +8,7 @@ import re
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -38,6 +38,7 @@ from trainer_kit.core.tensors import (
     tensors_of,
     to_float32,
 )
+from trainer_kit.core.types import Function, JsonObject, Nested, SavedState, StateDict
 from trainer_kit.launch.options import several_on
 
 __all__ = [
@@ -126,7 +127,7 @@ __all__ = [
     "str_to_bool",
 ]
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Function)
 
 # Names of the files that Accelerate writes.
 SCALER_NAME: Final = "scaler.pt"
@@ -194,7 +195,8 @@ def _make_enumeration(name: str, text: str, mixin: type | None = None) -> Any:
     for entry in text.split():
         key, _, value = entry.partition("=")
         members[key] = value or key
-    enumeration: Any = BaseEnum  # called with a name and members, it makes a class
+    # Called with a name and members, an enumeration makes a class; a checker expects a value.
+    enumeration: Function = BaseEnum
     if mixin is None:
         return enumeration(name, members, module=__name__)
     return enumeration(name, members, module=__name__, type=mixin)
@@ -238,12 +240,12 @@ class CannotPadNestedTensorWarning(UserWarning):
     """For warning filters only: `pad_across_processes` refuses torch's nested tensors."""
 
 
-def is_tensor_information(tensor_info: Any) -> bool:
+def is_tensor_information(tensor_info: object) -> bool:
     """Whether an object is a `TensorInformation`."""
     return isinstance(tensor_info, TensorInformation)
 
 
-def is_namedtuple(data: Any) -> bool:
+def is_namedtuple(data: object) -> bool:
     """Whether an object is a namedtuple.
 
     Example:
@@ -258,28 +260,30 @@ def is_namedtuple(data: Any) -> bool:
     )
 
 
-def honor_type(obj: Any, generator: Any) -> Any:
+def honor_type(obj: Nested, generator: Iterable[Nested]) -> Nested:
     """Make a list, tuple or namedtuple of ``obj``'s type from an iterable."""
-    return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
+    if is_namedtuple(obj):
+        return type(obj)(*generator)
+    return type(obj)(generator)
 
 
 class _LeafType(type):
     """A metaclass for the classes of leaves that a user's function recognizes."""
 
-    test: Callable[[Any], bool]
+    test: Callable[[object], bool]
 
-    def __instancecheck__(cls, instance: Any) -> bool:
+    def __instancecheck__(cls, instance: object) -> bool:
         return cls.test(instance)
 
 
 def recursively_apply(
-    func: Callable[..., Any],
-    data: Any,
-    *args: Any,
-    test_type: Callable[[Any], bool] = is_tensor,
+    func: Function,
+    data: Nested,
+    *args: object,
+    test_type: Callable[[object], bool] = is_tensor,
     error_on_other_type: bool = False,
-    **kwargs: Any,
-) -> Any:
+    **kwargs: object,
+) -> Nested:
     """Call ``func`` on every tensor in nested lists, tuples and mappings; their types are kept.
 
     Args:
@@ -297,19 +301,22 @@ def recursively_apply(
         >>> recursively_apply(torch.add, {"x": [torch.tensor(1), "a"]}, 2)
         {'x': [tensor(3), 'a']}
     """
+    # `map_leaves` finds leaves by isinstance, which a class with this metaclass answers by the user's function.
     leaf_type: type = Tensor
     if test_type is not is_tensor:
         leaf_type = _LeafType("Leaf", (), {"test": staticmethod(test_type)})
-    check = require_tensor if error_on_other_type else None
+    check = None
+    if error_on_other_type:
+        check = require_tensor
     return map_leaves(data, lambda leaf: func(leaf, *args, **kwargs), leaf_type, check)
 
 
 def send_to_device(
-    tensor: Any,
+    tensor: Nested,
     device: Any,
     non_blocking: bool = False,
     skip_keys: str | Sequence[str] | None = None,
-) -> Any:
+) -> Nested:
     """Move all tensors of a batch to ``device``.
 
     Args:
@@ -328,26 +335,28 @@ def send_to_device(
     if not isinstance(tensor, Mapping):
         values = [send_to_device(v, device, non_blocking, skip_keys) for v in tensor]
         return honor_type(tensor, values)
-    skipped = [skip_keys] if isinstance(skip_keys, str) else skip_keys
+    if isinstance(skip_keys, str):
+        skip_keys = [skip_keys]
     moved = {}
     for key, value in tensor.items():
-        if key not in skipped:
+        if key not in skip_keys:
             value = send_to_device(value, device, non_blocking, skip_keys)
         moved[key] = value
+    # The mappings of batches, such as UserDict and BatchEncoding, are made from one mapping.
     return type(tensor)(moved)  # type: ignore[call-arg]
 
 
-def get_data_structure(data: Any) -> Any:
+def get_data_structure(data: Nested) -> Nested:
     """Replace each tensor in nested data by a `TensorInformation`."""
     return recursively_apply(lambda t: TensorInformation(t.shape, t.dtype), data)
 
 
-def get_shape(data: Any) -> Any:
+def get_shape(data: Nested) -> Nested:
     """Replace each tensor in nested data by its shape, a list."""
     return recursively_apply(lambda tensor: list(tensor.shape), data)
 
 
-def initialize_tensors(data_structure: Any) -> Any:
+def initialize_tensors(data_structure: Nested) -> Nested:
     """Replace each `TensorInformation` in nested data by an uninitialized tensor."""
 
     def make_tensor(information: TensorInformation) -> Tensor:
@@ -358,7 +367,7 @@ def initialize_tensors(data_structure: Any) -> Any:
     )
 
 
-def find_batch_size(data: Any) -> int:
+def find_batch_size(data: Nested) -> int:
     """The first size of the first tensor.
 
     Raises:
@@ -366,8 +375,10 @@ def find_batch_size(data: Any) -> int:
     """
     value = data
     while isinstance(value, (Mapping, list, tuple)) and value:
-        values = value.values() if isinstance(value, Mapping) else value
-        value = next(iter(values))
+        if isinstance(value, Mapping):
+            value = value.values()
+        value = next(iter(value))
+    # A tensor without dimensions has no samples.
     if isinstance(value, Tensor) and value.ndim:
         return value.shape[0]
     raise ConfigurationError(
@@ -376,7 +387,7 @@ def find_batch_size(data: Any) -> int:
     )
 
 
-def ignorant_find_batch_size(data: Any) -> int | None:
+def ignorant_find_batch_size(data: Nested) -> int | None:
     """`find_batch_size`, or None."""
     try:
         return find_batch_size(data)
@@ -384,20 +395,23 @@ def ignorant_find_batch_size(data: Any) -> int | None:
         return None
 
 
-def find_device(data: Any) -> torch.device | None:
+def find_device(data: Nested) -> torch.device | None:
     """The device of the first tensor."""
     return next((tensor.device for tensor in tensors_of(data)), None)
 
 
-def listify(data: Any) -> Any:
+def listify(data: Nested) -> Nested:
     """Replace each tensor in nested data by a list of numbers."""
     # Sync point: the caller asks for Python numbers.
     return recursively_apply(lambda tensor: tensor.detach().cpu().tolist(), data)
 
 
 def slice_tensors(
-    data: Any, tensor_slice: Any, process_index: Any = None, num_processes: Any = None
-) -> Any:
+    data: Nested,
+    tensor_slice: object,
+    process_index: object = None,
+    num_processes: object = None,
+) -> Nested:
     """Replace each tensor in nested data by ``tensor[tensor_slice]``.
 
     Example:
@@ -407,7 +421,7 @@ def slice_tensors(
     return recursively_apply(lambda tensor: tensor[tensor_slice], data)
 
 
-def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
+def concatenate(data: Sequence[Nested], dim: int = 0) -> Nested:
     """Concatenate the tensors of nested data that have the same structure.
 
     Raises:
@@ -425,6 +439,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         joined = {}
         for key in first:
             joined[key] = concatenate([mapping[key] for mapping in data], dim)
+        # As in `send_to_device`: made from one mapping.
         return type(first)(joined)  # type: ignore[call-arg]
     if not isinstance(first, Tensor):
         raise ConfigurationError(
@@ -434,8 +449,8 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 
 
 def pad_input_tensors(
-    tensor: Any, batch_size: int, num_processes: int, dim: int = 0
-) -> Any:
+    tensor: Nested, batch_size: int, num_processes: int, dim: int = 0
+) -> Nested:
     """Append zeros to each tensor, so that its length along ``dim`` is a multiple of ``num_processes``.
 
     Args:
@@ -451,6 +466,7 @@ def pad_input_tensors(
 
     def pad(batch: Tensor) -> Tensor:
         shape = list(batch.shape)
+        # The remainder of a negative number is the distance to the next multiple.
         shape[dim] = -batch_size % num_processes
         zeros = batch.new_zeros(shape)
         return torch.cat([batch, zeros], dim)
@@ -458,7 +474,7 @@ def pad_input_tensors(
     return recursively_apply(pad, tensor, error_on_other_type=True)
 
 
-def convert_to_fp32(tensor: Any) -> Any:
+def convert_to_fp32(tensor: Nested) -> Nested:
     """Convert float16 and bfloat16 tensors in nested data to float32."""
     return map_tensors(tensor, to_float32)
 
@@ -472,9 +488,10 @@ def convert_outputs_to_fp32(model_forward: _F) -> _F:
     """
 
     @wraps(model_forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> Nested:
         return convert_to_fp32(model_forward(*args, **kwargs))
 
+    # wraps keeps the signature, which a checker cannot know.
     return forward  # type: ignore[return-value]
 
 
@@ -505,7 +522,10 @@ def convert_file_size_to_int(size: int | str) -> int:
         >>> convert_file_size_to_int("1GiB"), convert_file_size_to_int("8Kb")
         (1073741824, 1000)
     """
-    return in_bytes(size, "a file size") // (8 if str(size).endswith("b") else 1)
+    count = in_bytes(size, "a file size")
+    if str(size).endswith("b"):
+        return count // 8
+    return count
 
 
 def dtype_byte_size(dtype: Any) -> float:
@@ -517,19 +537,21 @@ def dtype_byte_size(dtype: Any) -> float:
     """
     if isinstance(dtype, CustomDtype):
         return {"fp8": 1, "int4": 0.5, "int2": 0.25}[dtype.value]
-    return 0.125 if dtype is torch.bool else dtype.itemsize
+    # As Accelerate counts it; torch stores a bool in a byte.
+    if dtype is torch.bool:
+        return 0.125
+    size: int = dtype.itemsize
+    return size
 
 
 def get_pretty_name(obj: Any) -> str:
     """The name of a function or class, or of an object's class."""
-    has_name = hasattr(obj, "__qualname__") or hasattr(obj, "__name__")
-    named = obj if has_name else type(obj)
-    return str(getattr(named, "__qualname__", None) or named.__name__)
+    if not hasattr(obj, "__qualname__") and not hasattr(obj, "__name__"):
+        obj = type(obj)
+    return str(getattr(obj, "__qualname__", None) or obj.__name__)
 
 
-def merge_dicts(
-    source: Mapping[str, Any], destination: dict[str, Any]
-) -> dict[str, Any]:
+def merge_dicts(source: JsonObject, destination: JsonObject) -> JsonObject:
     """Merge ``source`` into ``destination``, including nested dicts.
 
     Example:
@@ -543,7 +565,7 @@ def merge_dicts(
     return destination
 
 
-def recursive_getattr(obj: Any, attr: str) -> Any:
+def recursive_getattr(obj: object, attr: str) -> Any:
     """``obj.a.b`` for ``"a.b"``."""
     return reduce(getattr, attr.split("."), obj)
 
@@ -558,6 +580,7 @@ def is_port_in_use(port: int | str | None = None) -> bool:
 
 def get_free_port() -> int:
     """Find a port on which no process on this machine listens."""
+    # Another process may take the port before the caller does: port 0 lets the system choose one at the bind itself.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
         server.bind(("", 0))
         return int(server.getsockname()[1])
@@ -575,7 +598,11 @@ def check_os_kernel() -> None:
         )
 
 
-def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+def load(
+    f: torch.types.FileLike,
+    map_location: torch.serialization.MAP_LOCATION = None,
+    **kwargs: Any,
+) -> Nested:
     """``torch.load`` for tensors and plain data; ``weights_only=False`` reads pickles from a source that you trust."""
     return torch.load(f, map_location, **{"weights_only": True, **kwargs})
 
@@ -586,7 +613,7 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
 
-def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def clean_state_dict_for_safetensors(state_dict: SavedState) -> StateDict:
     """The tensors of a state dict, made contiguous; shared memory appears once, under its first name.
 
     Example:
@@ -594,8 +621,9 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
         >>> clean_state_dict_for_safetensors({"a": weight, "b": weight})
         {'a': tensor([1., 1.])}
     """
-    storages: set[Any] = set()
-    tensors: dict[str, Any] = {}
+    # safetensors refuses tensors that share memory, such as tied weights.
+    storages: set[tuple[torch.device, int, int]] = set()
+    tensors: StateDict = {}
     for name, value in state_dict.items():
         if isinstance(value, Tensor):
             storage = id_tensor_storage(value)
@@ -625,7 +653,9 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
         raise ConfigurationError(
             "this is not a truth value", found=repr(value), fix="write true or false"
         )
-    return is_yes if to_bool else int(is_yes)
+    if to_bool:
+        return is_yes
+    return int(is_yes)
 
 
 def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
@@ -683,11 +713,12 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
         return func_or_cls
 
     @wraps(func_or_cls)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         previous = _read_accelerate_variables()
         try:
             return func_or_cls(*args, **kwargs)
         finally:
+            # Variables that the test has added go too.
             for key in _read_accelerate_variables():
                 del os.environ[key]
             os.environ.update(previous)
@@ -769,6 +800,7 @@ def is_compiled_module(module: nn.Module) -> bool:
 
 def has_compiled_regions(module: nn.Module) -> bool:
     """Whether a submodule is the result of ``torch.compile`` or was compiled in place."""
+    # As in Accelerate, a module without submodules has no regions, even if it is compiled.
     return any(
         isinstance(submodule, OptimizedModule)
         or submodule._compiled_call_impl is not None
@@ -803,9 +835,12 @@ def get_module_children_bottom_up(
     while queue:
         path, module = queue.pop()
         ordered.append((path, module))
-        prefix = f"{path}." if path else ""
         for name, child in module.named_children():
-            queue.append((f"{prefix}{name}", child))
+            # The model's own name is empty.
+            if path:
+                name = f"{path}.{name}"
+            queue.append((name, child))
+    # A module was appended before all of its children.
     ordered.reverse()
     if return_fqns:
         return ordered
@@ -814,6 +849,7 @@ def get_module_children_bottom_up(
 
 def is_peft_model(model: nn.Module) -> bool:
     """Whether a model comes from the ``peft`` library."""
+    # A model of peft cannot exist before peft is imported, which takes seconds.
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(
         getattr(model, "module", model), peft.PeftModel
@@ -821,7 +857,7 @@ def is_peft_model(model: nn.Module) -> bool:
 
 
 def get_grad_scaler(
-    distributed_type: Any = None, **kwargs: Any
+    distributed_type: object = None, **kwargs: Any
 ) -> torch.amp.GradScaler:
     """A gradient scaler for this machine's accelerator."""
     return torch.amp.GradScaler(get_current_device_type()[0], **kwargs)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NoReturn
 
 import torch
 
 from trainer_kit.core.devices import make_current
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
+from trainer_kit.core.types import JsonObject
 
 __all__ = [
     "ACCELERATORS",
@@ -42,12 +43,12 @@ class LightningAccelerator(ABC):
 
     @staticmethod
     @abstractmethod
-    def parse_devices(devices: Any) -> Any:
+    def parse_devices(devices: Any) -> object:
         """The devices that ``Trainer(devices=...)`` asks for."""
 
     @staticmethod
     @abstractmethod
-    def get_parallel_devices(devices: Any) -> Any:
+    def get_parallel_devices(devices: Any) -> Sequence[torch.device]:
         """The devices as objects of torch."""
 
     @staticmethod
@@ -65,7 +66,7 @@ class LightningAccelerator(ABC):
     def name() -> str:
         """The word for ``Trainer(accelerator=...)``."""
 
-    def get_device_stats(self, device: Any) -> dict[str, Any]:
+    def get_device_stats(self, device: torch.device | str | int) -> JsonObject:
         """Statistics of a device by name; none by default."""
         return {}
 
@@ -128,7 +129,7 @@ class CUDAAccelerator(LightningAccelerator):
         """Return unused memory to the device."""
         torch.cuda.empty_cache()
 
-    def get_device_stats(self, device: Any) -> dict[str, Any]:
+    def get_device_stats(self, device: torch.device | str | int) -> JsonObject:
         """The statistics of torch's memory allocator."""
         return dict(torch.cuda.memory_stats(device))
 
@@ -204,14 +205,18 @@ class XLAAccelerator(LightningAccelerator):
         """Nothing is held."""
 
     @staticmethod
-    def parse_devices(devices: int | str | Sequence[int]) -> Any:
+    def parse_devices(devices: int | str | Sequence[int]) -> int | str | Sequence[int]:
         """What was asked for; torch_xla divides it."""
         return devices
 
     @staticmethod
     def get_parallel_devices(devices: int | Sequence[int]) -> list[torch.device]:
         """The devices of these indices."""
-        indices = range(devices) if isinstance(devices, int) else devices
+        indices: Sequence[int]
+        if isinstance(devices, int):
+            indices = range(devices)
+        else:
+            indices = devices
         return [torch.device("xla", index) for index in indices]
 
     @staticmethod
@@ -255,7 +260,7 @@ class AcceleratorRegistry(Mapping[str, type[LightningAccelerator]]):
     def __getitem__(self, name: str) -> type[LightningAccelerator]:
         return _CLASSES[name]
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[str]:
         return iter(_CLASSES)
 
     def __len__(self) -> int:
@@ -279,7 +284,7 @@ class AcceleratorRegistry(Mapping[str, type[LightningAccelerator]]):
             f"no accelerator is called {name!r}; {did_you_mean(name, _CLASSES)}"
         )
 
-    def register(self, name: str, *args: Any, **options: Any) -> Any:
+    def register(self, name: str, *args: object, **options: object) -> NoReturn:
         """Refused: the Trainer takes every device type of torch without a class for it.
 
         Raises:
@@ -314,7 +319,8 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
             break
         try:
             torch.tensor(0.0, device=torch.device("cuda", index))
-        except RuntimeError:  # another process has it alone
+        # Another process has the device in exclusive mode.
+        except RuntimeError:
             continue
         usable.append(index)
     if len(usable) < num_devices:
@@ -367,6 +373,7 @@ def _parse_indices(devices: int | str | Sequence[int], count: int) -> list[int]:
         return list(range(count))
     if isinstance(devices, str):
         numbers = [int(text) for text in devices.split(",") if text.strip()]
+        # As in Lightning: "2," is the device of index 2, and "2" the first two devices.
         if "," in devices:
             return numbers
         return list(range(numbers[0]))

@@ -10,6 +10,7 @@ from lightning_utilities.core.overrides import is_overridden
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
+from trainer_kit.core.types import Function
 
 __all__ = [
     "NEEDS_LOOP",
@@ -73,12 +74,15 @@ def writes_checkpoints(callbacks: Iterable[Any]) -> bool:
 
 
 def _adapted(callback: Any) -> Any:
+    # A class instead of an object gets the Trainer's own error.
     if isinstance(callback, (Callback, type)):
         return callback
     cls: type = type(callback)
     if lightning_base(cls) is not None:
         _refuse_part_of_loop(cls)
         return _make_adapter_class(cls)(callback)
+    # Packages define their class with `object` as the base where Lightning is missing. A class of the user's script
+    # may look the same, and gets the error of the Trainer instead.
     hooks = [
         name for name in dir(cls) if name.startswith("on_") and hasattr(Callback, name)
     ]
@@ -130,7 +134,8 @@ class LightningCallback(Callback):
             if hasattr(base, name) and is_overridden(name, callback, base):
                 setattr(self, name, getattr(callback, name))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Function, tuple[object]]:
+        # The adapter class is made at run time, so that pickle cannot find it by its name.
         return _adapted, (self.callback,)
 
     @property
@@ -151,12 +156,14 @@ _METHODS: Final = (
 @cache
 def _make_adapter_class(cls: type) -> type[LightningCallback]:
     """Make the adapter class of a class, once for each class."""
-    # A module's callback replaces the Trainer's one of the same class.
-    is_late = any(lightning_base(cls, name) is not None for name in _CALLED_LATE)
-    members: Mapping[str, Any] = {
+    # One class for each, and not one for all: a module's callback replaces the Trainer's callback of its class.
+    order = "normal"
+    if any(lightning_base(cls, name) is not None for name in _CALLED_LATE):
+        order = "late"
+    members: Mapping[str, object] = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": LightningCallback.__doc__,
-        "order": "late" if is_late else "normal",
+        "order": order,
     }
     return type(cls.__name__, (LightningCallback,), dict(members))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import IO, TypeAlias
 
 import torch
 
@@ -15,8 +16,13 @@ from trainer_kit.core.arguments import as_list
 from trainer_kit.core.atomic_files import replace_file
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.location import locate
+from trainer_kit.core.types import StateDict
 
 __all__ = ["CheckpointIO", "TorchCheckpointIO", "refuse_checkpoint_io"]
+
+
+MapLocation: TypeAlias = str | torch.device
+"""A device onto which tensors are loaded."""
 
 
 class CheckpointIO(ABC):
@@ -28,18 +34,24 @@ class CheckpointIO(ABC):
 
     @abstractmethod
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+        self,
+        checkpoint: StateDict,
+        path: str | os.PathLike[str],
+        storage_options: object = None,
     ) -> None:
         """Write a checkpoint."""
 
     @abstractmethod
     def load_checkpoint(
-        self, path: Any, map_location: Any = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+        self,
+        path: str | os.PathLike[str],
+        map_location: MapLocation | None = None,
+        weights_only: bool | None = None,
+    ) -> StateDict:
         """Read a checkpoint."""
 
     @abstractmethod
-    def remove_checkpoint(self, path: Any) -> None:
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Delete a checkpoint."""
 
     def teardown(self) -> None:
@@ -58,7 +70,10 @@ class TorchCheckpointIO(CheckpointIO):
     """
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+        self,
+        checkpoint: StateDict,
+        path: str | os.PathLike[str],
+        storage_options: object = None,
     ) -> None:
         """Write a checkpoint; the directories above it are made.
 
@@ -77,13 +92,17 @@ class TorchCheckpointIO(CheckpointIO):
         file = locate(path)
         if isinstance(file, Path):
             file.parent.mkdir(parents=True, exist_ok=True)
+        # In memory first: an interrupted write leaves the former file as it was.
         buffer = io.BytesIO()
         torch.save(checkpoint, buffer)
         replace_file(file, buffer.getvalue())
 
     def load_checkpoint(
-        self, path: Any, map_location: Any = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+        self,
+        path: str | os.PathLike[str],
+        map_location: MapLocation | None = None,
+        weights_only: bool | None = None,
+    ) -> StateDict:
         """Read a checkpoint onto a device, by default the CPU.
 
         Args:
@@ -95,13 +114,19 @@ class TorchCheckpointIO(CheckpointIO):
             CheckpointError: it is damaged, or holds objects that would have to be unpickled.
         """
         file = locate(path)
-        source = file if isinstance(file, Path) else io.BytesIO(file.read_bytes())
+        source: Path | IO[bytes]
+        if isinstance(file, Path):
+            source = file
+        # torch seeks in the file, which a stream from a store may not allow.
+        else:
+            source = io.BytesIO(file.read_bytes())
+        # Without it torch would put the tensors on the devices that they were saved from.
         if map_location is None:
             map_location = "cpu"
-        content: dict[str, Any] = torch_load(source, map_location)
+        content: StateDict = torch_load(source, map_location)
         return content
 
-    def remove_checkpoint(self, path: Any) -> None:
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Delete a file or a directory; one that does not exist is not an error."""
         file = locate(path)
         if isinstance(file, Path) and file.is_dir():
@@ -110,7 +135,7 @@ class TorchCheckpointIO(CheckpointIO):
             file.unlink(missing_ok=True)
 
 
-def refuse_checkpoint_io(plugins: Any) -> None:
+def refuse_checkpoint_io(plugins: object) -> None:
     """Refuse a `CheckpointIO` among the plugins of a Trainer or a Fabric.
 
     Raises:

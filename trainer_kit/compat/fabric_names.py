@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,9 +12,10 @@ from torch.distributed import is_available, is_initialized
 
 from trainer_kit.checkpoint.files import torch_load
 from trainer_kit.checkpoint.weights import read_module
-from trainer_kit.compat.checkpoint_io import TorchCheckpointIO
+from trainer_kit.compat.checkpoint_io import MapLocation, TorchCheckpointIO
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.location import locate
+from trainer_kit.core.types import Loaders, Nested, StateDict
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
@@ -49,13 +49,14 @@ def has_len(dataloader: object) -> bool:
     return sized_len(dataloader) is not None
 
 
-def sized_len(dataloader: Any) -> int | None:
+def sized_len(dataloader: Loaders) -> int | None:
     """The length of a loader; None if it has none.
 
     Example:
         >>> sized_len([1, 2]), sized_len(iter([1]))
         (2, None)
     """
+    # torch's DataLoader over a stream has a __len__ that raises.
     try:
         return len(dataloader)
     except (TypeError, NotImplementedError):
@@ -80,15 +81,14 @@ def suggested_max_num_workers(local_world_size: int) -> int:
             "a machine runs at least one process",
             found=f"local_world_size={local_world_size}",
         )
-    processors = (
-        len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1
-    )
+    processors = os.cpu_count() or 1
+    # A container or a SLURM job may use fewer processors than the machine has; macOS and Windows cannot tell.
+    if hasattr(os, "sched_getaffinity"):
+        processors = len(os.sched_getaffinity(0))
     return max(1, processors // local_world_size - 1)
 
 
-def lazy_load(filename: str | os.PathLike[str]) -> Any:
+def lazy_load(filename: str | os.PathLike[str]) -> Nested:
     """Load a ``torch.save`` file whose tensors are read from the disk when they are used.
 
     Args:
@@ -101,8 +101,10 @@ def lazy_load(filename: str | os.PathLike[str]) -> Any:
 
 
 def load_file(
-    path_or_url: Any, map_location: Any = None, weights_only: bool | None = None
-) -> Any:
+    path_or_url: str | os.PathLike[str],
+    map_location: MapLocation | None = None,
+    weights_only: bool | None = None,
+) -> Nested:
     """Load a ``torch.save`` file from a path or a URL.
 
     Args:
@@ -143,6 +145,7 @@ def materialize_meta_tensors(module: nn.Module, device: torch.device) -> None:
             continue
         submodule.to_empty(device=device, recurse=False)
         reset()
+    # All of them at once, instead of one more after each correction.
     if missing:
         raise ConfigurationError(
             "these modules have tensors without values and no reset_parameters()",
@@ -155,7 +158,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str | os.PathLike[str],
     output_file: str | os.PathLike[str],
     tag: str | None = None,
-) -> dict[str, Any]:
+) -> StateDict:
     """Write the whole float32 weights of a checkpoint directory into one file that ``torch.load`` reads.
 
     Args:
@@ -171,13 +174,15 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         CheckpointError: this is not a checkpoint.
     """
     directory = locate(checkpoint_dir)
-    content = read_module(directory if tag is None else directory / tag)
-    weights = {
-        name: value.float()
-        if isinstance(value, torch.Tensor) and value.is_floating_point()
-        else value
-        for name, value in content["state_dict"].items()
-    }
+    if tag is not None:
+        directory = directory / tag
+    content = read_module(directory)
+    weights: StateDict = {}
+    for name, value in content["state_dict"].items():
+        # Counters and masks keep their dtype.
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            value = value.float()
+        weights[name] = value
     state = {
         "state_dict": weights,
         "hyper_parameters": dict(content["hyper_parameters"]),

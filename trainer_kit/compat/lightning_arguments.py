@@ -21,8 +21,12 @@ _FSDP1 = "leave it out: it is an option of FSDP1, and this strategy is torch's F
 
 def _key(section: str, name: str, *same: object) -> Replaced:
     """The row for an argument that is a key of DeepSpeed's JSON."""
+    # Braces of the JSON are doubled, because the text goes through str.format, which puts in the value.
     entry = f'{{{{"{name}": {{value}}}}}}'
-    for outer in reversed(section.split(".")) if section else ():
+    sections = []
+    if section:
+        sections = section.split(".")
+    for outer in reversed(sections):
         entry = f'{{{{"{outer}": {entry}}}}}'
     return Replaced(f"config={entry}", same)
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, rando
 from trainer_kit.compat.lightning_utilities import torchvision
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.module import TrainModule
+from trainer_kit.core.types import Batch, Keywords, Loaders, StepOutput
 
 __all__ = [
     "MNIST",
@@ -64,7 +65,8 @@ class RandomIterableDataset(IterableDataset[Tensor]):
     """A stream of random rows without a length."""
 
     def __init__(self, size: int, count: int) -> None:
-        self.count, self.size = count, size
+        self.count = count
+        self.size = size
 
     def __iter__(self) -> Iterator[Tensor]:
         return (torch.randn(self.size) for _ in range(self.count))
@@ -89,28 +91,28 @@ class BoringModel(TrainModule):
 
     def loss(self, preds: Tensor, labels: Tensor | None = None) -> Tensor:
         """The mean squared error; labels default to ones."""
-        return nn.functional.mse_loss(
-            preds, torch.ones_like(preds) if labels is None else labels
-        )
+        if labels is None:
+            labels = torch.ones_like(preds)
+        return nn.functional.mse_loss(preds, labels)
 
-    def step(self, batch: Any) -> Tensor:
+    def step(self, batch: Batch) -> Tensor:
         """The loss of a batch."""
         return self.loss(self(batch))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch: Batch, batch_idx: int) -> StepOutput:
         return {"loss": self.step(batch)}
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+    def validation_step(self, batch: Batch, batch_idx: int) -> StepOutput:
         return {"x": self.step(batch)}
 
-    def test_step(self, batch: Any, batch_idx: int) -> Any:
+    def test_step(self, batch: Batch, batch_idx: int) -> StepOutput:
         return {"y": self.step(batch)}
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)]
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self) -> Loaders:
         return DataLoader(RandomDataset(32, 64))
 
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
@@ -123,7 +125,7 @@ class ManualOptimBoringModel(BoringModel):
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch: Batch, batch_idx: int) -> StepOutput:
         optimizer = self.optimizers()
         loss = self.step(batch)
         optimizer.zero_grad()
@@ -149,16 +151,16 @@ class BoringDataModule(DataModule):
         if stage == "predict":
             self.random_predict = Subset(self.random_full, range(192, 256))
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self) -> Loaders:
         return DataLoader(self.random_train)
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self) -> Loaders:
         return DataLoader(self.random_val)
 
-    def test_dataloader(self) -> Any:
+    def test_dataloader(self) -> Loaders:
         return DataLoader(self.random_test)
 
-    def predict_dataloader(self) -> Any:
+    def predict_dataloader(self) -> Loaders:
         return DataLoader(self.random_predict)
 
 
@@ -173,7 +175,7 @@ class DemoModel(TrainModule):
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.l1(x.view(x.size(0), -1)))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch: Batch, batch_idx: int) -> StepOutput:
         return self(batch).sum()
 
     def configure_optimizers(self) -> Any:
@@ -202,7 +204,8 @@ class Transformer(nn.Module):
             ninp, nhead, nlayers, nlayers, nhid, dropout, batch_first=True
         )
         self.decoder = nn.Linear(ninp, vocab_size)
-        self.ninp, self.vocab_size = ninp, vocab_size
+        self.ninp = ninp
+        self.vocab_size = vocab_size
 
     def forward(
         self, inputs: Tensor, target: Tensor, mask: Tensor | None = None
@@ -226,6 +229,7 @@ class _Position(nn.Module):
         self.dim = dim
 
     def forward(self, x: Tensor) -> Tensor:
+        # The position is the length of the sequence, the same for all words, as in Lightning's demo.
         even = torch.arange(0, self.dim, 2, device=x.device).float()
         angles = x.size(1) * torch.exp(even * (-math.log(10000.0) / self.dim))
         encoding = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten()
@@ -280,7 +284,7 @@ class LightningTransformer(TrainModule):
     def forward(self, inputs: Tensor, target: Tensor) -> Tensor:
         return self.model(inputs, target)  # type: ignore[no-any-return]
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch: Batch, batch_idx: int) -> StepOutput:
         inputs, target = batch
         return nn.functional.nll_loss(self(inputs, target), target.view(-1))
 
@@ -290,14 +294,14 @@ class LightningTransformer(TrainModule):
     def prepare_data(self) -> None:
         WikiText2(download=True)
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self) -> Loaders:
         return DataLoader(WikiText2())
 
 
 # -- digits -----------------------------------------------------------------------------------------------------------
 
 
-def MNIST(*args: Any, **kwargs: Any) -> Any:
+def MNIST(*args: object, **kwargs: object) -> Any:
     """torchvision's dataset of digits."""
     return torchvision().datasets.MNIST(*args, **kwargs)
 
@@ -326,6 +330,7 @@ class MNISTDataModule(DataModule):
         self.batch_size = batch_size
 
     def prepare_data(self) -> None:
+        # On one process of a machine; setup, on all of them, only reads.
         for train in (True, False):
             MNIST(self.data_dir, train=train, download=True)
 
@@ -334,17 +339,18 @@ class MNISTDataModule(DataModule):
             self.data_dir, train=True, download=False, transform=self.default_transforms
         )
         sizes = [len(images) - self.val_split, self.val_split]
+        # Fixed, as in Lightning's module, whose `seed` has no effect: all processes and runs have the same division.
         generator = torch.Generator().manual_seed(42)
         splits = random_split(images, sizes, generator=generator)
         self.dataset_train, self.dataset_val = splits
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self) -> Loaders:
         return self._loader(self.dataset_train, shuffle=True)
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self) -> Loaders:
         return self._loader(self.dataset_val)
 
-    def test_dataloader(self) -> Any:
+    def test_dataloader(self) -> Loaders:
         images = MNIST(
             self.data_dir,
             train=False,
@@ -363,8 +369,8 @@ class MNISTDataModule(DataModule):
         normalize = transforms.Normalize(mean=(0.5,), std=(0.5,))
         return transforms.Compose([to_tensor, normalize])
 
-    def _loader(self, images: Any, shuffle: bool = False) -> Any:
-        options: dict[str, Any] = {
+    def _loader(self, images: Dataset[object], shuffle: bool = False) -> Loaders:
+        options: Keywords = {
             "num_workers": self.num_workers,
             "drop_last": True,
             "pin_memory": torch.cuda.is_available(),

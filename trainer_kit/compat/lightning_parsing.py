@@ -6,9 +6,10 @@ import inspect
 import pickle
 from collections.abc import MutableMapping
 from types import FrameType
-from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from trainer_kit.core.types import Keywords
 
 __all__ = [
     "clean_namespace",
@@ -28,6 +29,7 @@ def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
         >>> parse_class_init_keys(Model)
         ('self', 'rest', 'options')
     """
+    # A checker warns of __init__ of an object, whose class may have another one; `cls` is the class itself.
     parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
     names = {parameter.kind: parameter.name for parameter in parameters}
     first = parameters[0].name
@@ -38,7 +40,7 @@ def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
     )
 
 
-def get_init_args(frame: FrameType) -> dict[str, Any]:
+def get_init_args(frame: FrameType) -> Keywords:
     """The arguments of the constructor that runs in a frame; empty for any other frame.
 
     Args:
@@ -57,10 +59,10 @@ def get_init_args(frame: FrameType) -> dict[str, Any]:
 
 def collect_init_args(
     frame: FrameType,
-    path_args: list[dict[str, Any]],
+    path_args: list[Keywords],
     inside: bool = False,
     classes: tuple[type, ...] = (),
-) -> list[dict[str, Any]]:
+) -> list[Keywords]:
     """The arguments of every constructor in the chain that runs in a frame and its callers.
 
     Args:
@@ -77,6 +79,7 @@ def collect_init_args(
         ):
             path_args.append(arguments)
             inside = True
+        # The first frame that is no constructor ends the chain: one further out belongs to another object.
         elif inside:
             break
         current = current.f_back
@@ -97,7 +100,7 @@ def is_picklable(obj: object) -> bool:
     return True
 
 
-def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
+def clean_namespace(hparams: MutableMapping[str, object]) -> None:
     """Remove the entries that cannot be pickled, with a warning for each."""
     for name in [name for name, value in hparams.items() if not is_picklable(value)]:
         rank_zero_warn(
@@ -106,7 +109,8 @@ def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
         del hparams[name]
 
 
-def _arguments(frame: FrameType) -> tuple[Any, dict[str, Any]]:
+def _arguments(frame: FrameType) -> tuple[object, Keywords]:
+    # Python puts __class__ into the frame of a method that mentions super() or __class__.
     values = frame.f_locals
     if "__class__" not in values or frame.f_code.co_name != "__init__":
         return None, {}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 from trainer_kit.core.tensors import move_to_device
+from trainer_kit.core.types import Function, JsonObject
 
 __all__ = ["ServableModule", "ServableModuleValidator"]
 
@@ -20,13 +20,13 @@ __all__ = ["ServableModule", "ServableModuleValidator"]
 class ServableModule(nn.Module):
     """Mixin of a module that answers requests: ``class Mine(TrainModule, ServableModule)``."""
 
-    def configure_payload(self) -> dict[str, Any]:
+    def configure_payload(self) -> JsonObject:
         """An example of a request: ``{"body": {name: value}}``."""
         raise self._missing("configure_payload")
 
     def configure_serialization(
         self,
-    ) -> tuple[dict[str, Callable[..., Any]], dict[str, Callable[..., Any]]]:
+    ) -> tuple[dict[str, Function], dict[str, Function]]:
         """Functions by name that read the values of a request, and that write the values of a response."""
         raise self._missing("configure_serialization")
 
@@ -34,7 +34,7 @@ class ServableModule(nn.Module):
         """The response to a request, by name."""
         raise self._missing("serve_step")
 
-    def configure_response(self) -> dict[str, Any] | None:
+    def configure_response(self) -> JsonObject | None:
         """The expected response to the example; None: any."""
         return None
 
@@ -66,7 +66,7 @@ class ServableModuleValidator(Callback):
         self,
         optimization: str | None = None,
         exit_on_failure: bool = True,
-        **options: Any,
+        **options: object,
     ) -> None:
         unknown = options.keys() - {"server", "host", "port", "timeout"}
         if unknown:
@@ -74,7 +74,7 @@ class ServableModuleValidator(Callback):
                 "unknown arguments", found=", ".join(sorted(unknown))
             )
         self.exit_on_failure = exit_on_failure
-        self.resp: Any = None
+        self.resp: JsonObject | None = None
         self.successful: bool | None = None
 
     @torch.no_grad()
@@ -86,8 +86,10 @@ class ServableModuleValidator(Callback):
                 fix="inherit from it too: class Mine(TrainModule, ServableModule)",
             )
         readers, writers = pl_module.configure_serialization()
+        # What JSON cannot hold fails here as it would in a server.
         body = json.loads(json.dumps(pl_module.configure_payload()))["body"]
-        inputs = _each(readers, body)
+        inputs = _convert_values(readers, body)
+        # Dropout and the statistics of normalization must not see the example.
         module: nn.Module = pl_module
         was_training = module.training
         module.eval()
@@ -95,7 +97,7 @@ class ServableModuleValidator(Callback):
             **move_to_device(inputs, trainer.strategy.device)
         )
         module.train(was_training)
-        self.resp = json.loads(json.dumps(_each(writers, results)))
+        self.resp = json.loads(json.dumps(_convert_values(writers, results)))
         expected = pl_module.configure_response()
         self.successful = expected is None or self.resp == expected
         if self.exit_on_failure and not self.successful:
@@ -106,10 +108,9 @@ class ServableModuleValidator(Callback):
             )
 
 
-def _each(
-    functions: dict[str, Callable[..., Any]], values: dict[str, Any]
-) -> dict[str, Any]:
-    return {
-        name: functions[name](value) if name in functions else value
-        for name, value in values.items()
-    }
+def _convert_values(functions: dict[str, Function], values: JsonObject) -> JsonObject:
+    """Call the function of each value's name; values without one stay as they are."""
+    converted = dict(values)
+    for name in values.keys() & functions.keys():
+        converted[name] = functions[name](values[name])
+    return converted

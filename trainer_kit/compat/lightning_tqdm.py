@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tqdm.auto import tqdm
 
 __all__ = ["Tqdm"]
@@ -11,6 +9,7 @@ __all__ = ["Tqdm"]
 _WIDTH = 5
 
 
+# types-tqdm has a generic class; tqdm's own cannot be subscripted.
 class Tqdm(tqdm):  # type: ignore[type-arg]
     """tqdm's bar; floating point numbers are padded with zeros, so that the line does not jump.
 
@@ -20,14 +19,20 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
     """
 
     @staticmethod
-    def format_num(n: Any) -> str:
+    def format_num(n: float | str) -> str:
         """A number as text; of a float at least five characters."""
-        text = n if isinstance(n, str) else str(tqdm.format_num(n))
+        text = n
+        if not isinstance(text, str):
+            text = str(tqdm.format_num(text))
+        # Zeros after an exponent would change the value.
         if not isinstance(n, (float, str)) or "e" in text or not _is_number(text):
             return text
         if "." not in text and len(text) < _WIDTH:
             text += "."
-        return text.ljust(_WIDTH, "0") if "." in text else text
+        # Zeros after a number without a point would change it too.
+        if "." not in text:
+            return text
+        return text.ljust(_WIDTH, "0")
 
 
 def _is_number(text: str) -> bool:

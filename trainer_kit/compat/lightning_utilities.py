@@ -37,6 +37,7 @@ from trainer_kit.core.hooks import Callback  # sets the rank of `rank_zero_only`
 from trainer_kit.core.hparams import HParams
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.seed import preserved_rng
+from trainer_kit.core.types import Function
 from trainer_kit.data.sizes import batch_size_of
 from trainer_kit.loggers.csv_logs import CSVLogger
 from trainer_kit.loggers.layout import DummyLogger
@@ -146,7 +147,7 @@ class GradClipAlgorithmType(LightningEnum):
     NORM = "norm"
 
 
-def rank_zero_experiment(function: Callable[[Any], _Returned]) -> Callable[[Any], Any]:
+def rank_zero_experiment(function: Callable[[Any], _Returned]) -> Function:
     """Decorator for the ``experiment`` of a logger: on ranks other than 0, every call does nothing.
 
     Example:
@@ -160,7 +161,8 @@ def rank_zero_experiment(function: Callable[[Any], _Returned]) -> Callable[[Any]
     """
 
     @wraps(function)
-    def experiment(self: Any) -> Any:
+    def experiment(self: object) -> object:
+        # Before any rank is known, every process counts as rank 0.
         if getattr(rank_zero_only, "rank", 0) != 0:
             return DummyLogger().experiment
         return function(self)
@@ -199,7 +201,7 @@ def is_overridden(
     return _is_overridden(method_name, instance, parent)
 
 
-def get_filesystem(path: Any, **options: Any) -> Any:
+def get_filesystem(path: _PATH, **options: object) -> Any:
     """The fsspec file system of a path or a URL.
 
     Args:
@@ -246,6 +248,7 @@ def grad_norm(
     }
     prefix = f"grad_{order}_norm{group_separator}"
     norms = {f"{prefix}{name}": float(norm) for name, norm in norm_tensors.items()}
+    # The norm of the norms is that of all gradients together. Without gradients there is no entry.
     if norms:
         total = torch.stack(list(norm_tensors.values())).norm(order)
         norms[f"grad_{order}_norm_total"] = float(total)
@@ -301,6 +304,7 @@ def get_torchvision_model(model_name: str, **kwargs: Any) -> nn.Module:
 
 
 class _AnyParallel(type):
+    # A strategy here is parallel by the world that it runs in, and not by its class.
     def __instancecheck__(cls, instance: object) -> bool:
         return (
             isinstance(instance, Strategy)

@@ -57,8 +57,10 @@ class Throughput:
                 "a rate needs at least one device and a window of two updates",
                 found=f"world_size={world_size}, window_size={window_size}",
             )
-        self.available_flops, self.world_size = available_flops, world_size
-        self.separator, self.window_size = separator, window_size
+        self.available_flops = available_flops
+        self.world_size = world_size
+        self.separator = separator
+        self.window_size = window_size
         self._updates: deque[tuple[float, int, int, int | None]] = deque(
             maxlen=window_size
         )
@@ -129,6 +131,7 @@ class Throughput:
         }
         if last[3] is not None:
             values["lengths"] = last[3]
+        # As in Lightning, a rate is always over a whole window.
         if len(self._updates) < self.window_size:
             return values
         seconds = last[0] - first[0]
@@ -138,6 +141,7 @@ class Throughput:
         }
         if first[3] is not None and last[3] is not None:
             rates["items"] = (last[3] - first[3]) / seconds
+        # The FLOPs of the first update lie before the window's first time.
         if len(self._flops) == self.window_size:
             flops = sum(self._flops) - self._flops[0]
             rates["flops"] = flops / seconds / self.world_size
@@ -202,7 +206,9 @@ class ThroughputMonitor(Throughput):
 
     def compute(self) -> dict[str, float]:
         """See `Throughput.compute`; empty on ranks other than 0."""
-        return super().compute() if self._fabric.is_global_zero else {}
+        if not self._fabric.is_global_zero:
+            return {}
+        return super().compute()
 
     def compute_and_log(self, step: int | None = None) -> dict[str, float]:
         """Log and return the values.
@@ -210,7 +216,9 @@ class ThroughputMonitor(Throughput):
         Args:
             step: of the values; by default the number of earlier calls.
         """
-        self.step = self.step + 1 if step is None else step
+        if step is None:
+            step = self.step + 1
+        self.step = step
         values = self.compute()
         self._fabric.log_dict(values, step=self.step)
         return values
@@ -255,9 +263,12 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> float
         >>> get_available_flops(torch.device("cpu"), torch.float32) is None
         True
     """
+    # The table has CUDA devices only.
     if device.type != "cuda":
         return None
-    precision = dtype if isinstance(dtype, str) else _PRECISION_OF.get(dtype, "64-true")
+    precision = dtype
+    if isinstance(precision, torch.dtype):
+        precision = _PRECISION_OF.get(precision, "64-true")
     return device_peak(torch.cuda.get_device_name(device), precision)
 
 

@@ -36,7 +36,7 @@ class Collective:
     """
 
     def __init__(self) -> None:
-        self._group: Any = None
+        self._group: CollectibleGroup | None = None
 
     @property
     def group(self) -> CollectibleGroup:
@@ -50,8 +50,7 @@ class Collective:
                 f"this {type(self).__name__} has no group",
                 fix="collective.create_group(ranks=[...])",
             )
-        group: CollectibleGroup = self._group
-        return group
+        return self._group
 
 
 class TorchCollective(Collective):
@@ -74,7 +73,7 @@ class TorchCollective(Collective):
         self,
         main_address: str | None = None,
         main_port: str | int | None = None,
-        **options: Any,
+        **options: object,
     ) -> TorchCollective:
         """Join the world, unless this process has joined it already.
 
@@ -91,7 +90,7 @@ class TorchCollective(Collective):
             TorchCollective.manages_default_group = True
         return self
 
-    def create_group(self, **options: Any) -> TorchCollective:
+    def create_group(self, **options: object) -> TorchCollective:
         """Make the group of this object; every process of the world makes this call.
 
         Args:
@@ -127,14 +126,16 @@ class TorchCollective(Collective):
     @classmethod
     def init_group(cls, **options: Any) -> None:
         """Join the world, see `setup`."""
-        if options.keys() <= {"backend", "timeout"}:
-            on_cpu = options.get("backend") == "gloo"
-            device = pick_device(
-                "cpu" if on_cpu else "auto", Environment.detect().local_rank
-            )
-            join_world(device, **options)
-        else:
+        # `join_world` takes only these two arguments, torch also the others.
+        if not options.keys() <= {"backend", "timeout"}:
             dist.init_process_group(**options)
+            return
+        # Under gloo the process needs no accelerator.
+        accelerator = "auto"
+        if options.get("backend") == "gloo":
+            accelerator = "cpu"
+        device = pick_device(accelerator, Environment.detect().local_rank)
+        join_world(device, **options)
 
     @classmethod
     def new_group(cls, **options: Any) -> CollectibleGroup:
@@ -145,6 +146,7 @@ class TorchCollective(Collective):
     @classmethod
     def destroy_group(cls, group: CollectibleGroup) -> None:
         """Leave a group, if this process is in it."""
+        # A process outside of the group has a number in its place.
         if isinstance(group, dist.ProcessGroup):
             dist.destroy_process_group(group)
 
@@ -165,12 +167,12 @@ class TorchCollective(Collective):
         dist.broadcast(tensor, src, group=self.group)
         return tensor
 
-    def all_reduce(self, tensor: Tensor, op: Any = "sum") -> Tensor:
+    def all_reduce(self, tensor: Tensor, op: object = "sum") -> Tensor:
         """Reduce a tensor in place, on every rank."""
         dist.all_reduce(tensor, _find_operation(op), group=self.group)
         return tensor
 
-    def reduce(self, tensor: Tensor, dst: int, op: Any = "sum") -> Tensor:
+    def reduce(self, tensor: Tensor, dst: int, op: object = "sum") -> Tensor:
         """Reduce a tensor in place, on one rank."""
         dist.reduce(tensor, dst, _find_operation(op), group=self.group)
         return tensor
@@ -195,7 +197,7 @@ class TorchCollective(Collective):
         return tensor
 
     def reduce_scatter(
-        self, output: Tensor, input_list: list[Tensor], op: Any = "sum"
+        self, output: Tensor, input_list: list[Tensor], op: object = "sum"
     ) -> Tensor:
         """Reduce lists, and overwrite a tensor with this rank's item."""
         dist.reduce_scatter(output, input_list, _find_operation(op), group=self.group)
@@ -219,7 +221,7 @@ class TorchCollective(Collective):
 
     # -- objects -------------------------------------------------------------------------------------------------
 
-    def all_gather_object(self, object_list: list[Any], obj: Any) -> list[Any]:
+    def all_gather_object(self, object_list: list[Any], obj: object) -> list[Any]:
         """Overwrite a list with the objects of all ranks."""
         dist.all_gather_object(object_list, obj, group=self.group)
         return object_list
@@ -232,7 +234,7 @@ class TorchCollective(Collective):
         return object_list
 
     def gather_object(
-        self, obj: Any, object_gather_list: list[Any], dst: int = 0
+        self, obj: object, object_gather_list: list[Any], dst: int = 0
     ) -> list[Any]:
         """As `all_gather_object`, on one rank; the others pass an empty list."""
         dist.gather_object(obj, object_gather_list or None, dst, group=self.group)
@@ -264,7 +266,7 @@ class TorchCollective(Collective):
         )
 
 
-def _find_operation(op: Any) -> Any:
+def _find_operation(op: object) -> Any:
     """Return torch's reduction for a word such as ``"sum"`` or ``"avg"``."""
     if not isinstance(op, str):
         return op
@@ -278,8 +280,9 @@ def _find_operation(op: Any) -> Any:
 
 
 @contextmanager
-def _set_missing_variables(**variables: Any) -> Iterator[None]:
+def _set_missing_variables(**variables: object) -> Iterator[None]:
     """Set environment variables that have no value; remove them afterwards."""
+    # The launcher's variables have priority; these must not reach processes that are started later.
     missing = {
         name: str(value)
         for name, value in variables.items()

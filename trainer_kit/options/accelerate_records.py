@@ -9,6 +9,7 @@ from functools import wraps
 from typing import Any, Final, ParamSpec, TypeVar
 
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.types import Function, Keywords
 from trainer_kit.options.records import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -26,7 +27,7 @@ __all__ = ["takes_accelerate_records", "translated_record"]
 _Taken = ParamSpec("_Taken")
 _Returned = TypeVar("_Returned")
 
-_KINDS: Final[dict[str, Callable[..., Any]]] = {
+_KINDS: Final[dict[str, Function]] = {
     kind.__name__: kind
     for kind in (
         AutocastKwargs,
@@ -60,6 +61,7 @@ def translated_record(value: Any) -> Any:
     Raises:
         ConfigurationError: it is a plugin of Accelerate that chooses an engine.
     """
+    # By name and module: Accelerate is not imported for it, and need not be installed.
     record_class = type(value)
     if record_class.__module__.partition(".")[0] != "accelerate":
         return value
@@ -72,8 +74,9 @@ def translated_record(value: Any) -> Any:
     kind = _KINDS.get(record_class.__name__)
     if kind is None:
         return value
+    # Only what the caller has set: Accelerate's defaults differ from those here in places.
     default = record_class()
-    options: dict[str, Any] = {}
+    options: Keywords = {}
     for field in fields(value):
         option = getattr(value, field.name)
         if option != getattr(default, field.name):
@@ -84,7 +87,7 @@ def translated_record(value: Any) -> Any:
     return kind(**options)
 
 
-def _read_enum_value(value: Any) -> Any:
+def _read_enum_value(value: object) -> object:
     if isinstance(value, Enum):
         return value.value
     return value
@@ -106,7 +109,7 @@ def takes_accelerate_records(
     return translate
 
 
-def _translate_argument(argument: Any) -> Any:
+def _translate_argument(argument: object) -> object:
     if isinstance(argument, (list, tuple)):
         return [translated_record(value) for value in argument]
     if isinstance(argument, Mapping):

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, Final, final
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer_kit.core.configuration_sources import is_true, variable
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.registry import STRATEGIES
+from trainer_kit.core.types import JsonObject, Keywords, LRSchedulerLike, ParamGroup
 from trainer_kit.options.records import micro_batches
 from trainer_kit.options.refusals import refused
 from trainer_kit.strategies.strategy import Strategy
@@ -36,16 +38,15 @@ _VARIABLES: Final = {
     "hf_ds_config": "deepspeed_config_file",
     "transformer_moe_cls_names": "deepspeed_moe_layer_cls_names",
 }
-_NO_ENGINES: Final = (
-    "parallelism_config",
-    "torch_tp_plugin",
-)  # refused with DeepSpeed by their own checks
+# Refused together with DeepSpeed by their own checks, whose messages say more.
+_NO_ENGINES: Final = ("parallelism_config", "torch_tp_plugin")
+# Options with the same name in the launcher's section.
 _SETTINGS: Final = (
     "zero_stage",
     "gradient_clipping",
     "offload_optimizer_device",
     "offload_param_device",
-)  # options that the launcher names so, too
+)
 _HALF: Final = {"bf16": "bf16", "fp16": "fp16"}
 
 
@@ -61,7 +62,11 @@ class DummyOptim:
     """
 
     def __init__(
-        self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any
+        self,
+        params: Iterable[Tensor] | Iterable[ParamGroup],
+        lr: float = 0.001,
+        weight_decay: float = 0,
+        **kwargs: object,
     ) -> None:
         self.params = params
         self.lr = lr
@@ -85,11 +90,11 @@ class DummyScheduler:
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: Optimizer | DummyOptim,
         total_num_steps: int | None = None,
         warmup_num_steps: int = 0,
-        lr_scheduler_callable: Any = None,
-        **kwargs: Any,
+        lr_scheduler_callable: Callable[..., object] | None = None,
+        **kwargs: object,
     ) -> None:
         if lr_scheduler_callable is not None:
             raise refused("lr_scheduler_callable")
@@ -110,16 +115,20 @@ def resolve_optimizer(
         return optimizer
     if sections is None or sections.optimizer is None:
         raise _missing_section("optimizer", "DummyOptim")
-    return sections.make_optimizer(  # type: ignore[no-any-return]
+    optimizer_of_json: Optimizer = sections.make_optimizer(
         optimizer.params,
         lr=optimizer.lr,
         weight_decay=optimizer.weight_decay,
         **optimizer.kwargs,
     )
+    return optimizer_of_json
 
 
 def resolve_scheduler(
-    strategy: Strategy, scheduler: Any, optimizer: Any, times: int = 1
+    strategy: Strategy,
+    scheduler: LRSchedulerLike | DummyScheduler,
+    optimizer: object,
+    times: int = 1,
 ) -> Any:
     """Return the given scheduler; for a `DummyScheduler`, the one that the strategy's JSON names.
 
@@ -137,6 +146,7 @@ def resolve_scheduler(
     if sections is None or sections.scheduler is None or optimizer is None:
         raise _missing_section("scheduler", "DummyScheduler")
     total_num_steps = scheduler.total_num_steps
+    # Scripts count the steps of Accelerate's schedulers, which advance once for each process.
     if total_num_steps is not None:
         total_num_steps = math.ceil(total_num_steps / times)
     arguments = {
@@ -189,7 +199,7 @@ class DeepSpeedPlugin:
     hf_ds_config: Any = None
     _: KW_ONLY
     gradient_accumulation_steps: Any = None
-    gradient_clipping: Any = None
+    gradient_clipping: float | str | None = None
     zero_stage: int | None = None
     is_train_batch_min: bool = True
     offload_optimizer_device: str | None = None
@@ -201,7 +211,7 @@ class DeepSpeedPlugin:
     transformer_moe_cls_names: str | None = None
     enable_msamp: bool | None = None
     msamp_opt_level: str | None = None
-    deepspeed_config: dict[str, Any] = field(init=False, repr=False)
+    deepspeed_config: JsonObject = field(init=False, repr=False)
     selected: bool = field(init=False, repr=False, default=False)
 
     serves_alone = True
@@ -222,6 +232,7 @@ class DeepSpeedPlugin:
             setting = variable(_VARIABLES.get(option.name, option.name))
             if setting is not None:
                 setattr(self, option.name, setting.value)
+        # transformers' HfDeepSpeedConfig has the JSON as an attribute.
         config = getattr(self.hf_ds_config, "config", self.hf_ds_config)
         settings: dict[str, str] = {}
         for name in _SETTINGS:
@@ -235,6 +246,7 @@ class DeepSpeedPlugin:
                     found=f"transformer_moe_cls_names={self.transformer_moe_cls_names!r}",
                 )
             settings["deepspeed_moe_layer_cls_names"] = self.transformer_moe_cls_names
+        # The launcher's reader knows how each option changes the JSON, and refuses contradictions.
         arguments = from_launcher(settings, read_config(config))
         self.deepspeed_config = with_arguments(
             arguments["config"],
@@ -245,7 +257,7 @@ class DeepSpeedPlugin:
         self.zero_stage = self.deepspeed_config["zero_optimization"]["stage"]
         self._merge_accumulation_steps()
         self.zero3_init_flag = bool(is_true(self.zero3_init_flag))
-        self._transformers_config: Any = None
+        self._transformers_config: object = None
         self._configure_transformers()
 
     def _merge_accumulation_steps(self) -> None:
@@ -258,6 +270,7 @@ class DeepSpeedPlugin:
             return
         try:
             self.gradient_accumulation_steps = int(steps)
+        # `micro_batches` raises the error of every other way to set this number.
         except (TypeError, ValueError):
             self.gradient_accumulation_steps = micro_batches(
                 steps, "DeepSpeedPlugin(gradient_accumulation_steps=...)"
@@ -291,6 +304,7 @@ class DeepSpeedPlugin:
             for key, value in self.deepspeed_config.items()
             if value != "auto"
         }
+        # zero.Init, which transformers calls, refuses a JSON without a batch size; the real one is known in prepare.
         explicit.setdefault("train_micro_batch_size_per_gpu", 1)
         self._transformers_config = integrations.HfDeepSpeedConfig(explicit)
 
@@ -305,7 +319,7 @@ class DeepSpeedPlugin:
 
     def zero3_init_context_manager(
         self, enable: bool = False
-    ) -> AbstractContextManager[Any]:
+    ) -> AbstractContextManager[None]:
         """Set in this context whether models of transformers are sharded while they are created.
 
         Args:
@@ -324,7 +338,7 @@ class DeepSpeedPlugin:
             self.zero3_init_flag = previous
             self._configure_transformers()
 
-    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+    def get_value(self, ds_key_long: str, default: object = None) -> Any:
         """The value in the JSON at a key such as ``"zero_optimization.stage"``."""
         value: Any = self.deepspeed_config
         for key in ds_key_long.split("."):
@@ -337,9 +351,9 @@ class DeepSpeedPlugin:
         """Whether the value in the JSON is ``"auto"``."""
         return bool(self.get_value(ds_key_long) == "auto")
 
-    def accelerator_arguments(self) -> dict[str, Any]:
+    def accelerator_arguments(self) -> Keywords:
         """The arguments of the Accelerator that the JSON sets."""
-        arguments: dict[str, Any] = {}
+        arguments: Keywords = {}
         if self.gradient_accumulation_steps != "auto":
             arguments["gradient_accumulation_steps"] = self.gradient_accumulation_steps
         for key, precision in _HALF.items():
@@ -361,18 +375,23 @@ class DeepSpeedPlugin:
             "train_micro_batch_size_per_gpu", "auto"
         )
         if not sizes or size_of_json in sizes:
-            return size_of_json if isinstance(size_of_json, int) else None
+            # "auto", and no loader to take a size from.
+            if not isinstance(size_of_json, int):
+                return None
+            return size_of_json
         if self.is_train_batch_min:
             return min(sizes)
         return max(sizes)
 
-    def make_strategy(self, **options: Any) -> Strategy:
+    def make_strategy(self, **options: object) -> Strategy:
         """Make the strategy; ``options`` are further arguments of it."""
         strategy_class = STRATEGIES.get("deepspeed")
-        strategy: Any = strategy_class(config=self.deepspeed_config, **options)
-        self.deepspeed_config = strategy.config
+        engine = strategy_class(config=self.deepspeed_config, **options)
+        # The strategy's own object, so that changes to the plugin before `prepare` reach it.
+        self.deepspeed_config = engine.config
         self.selected = True
-        return strategy  # type: ignore[no-any-return]
+        strategy: Strategy = engine
+        return strategy
 
 
 def active_plugin(plugins: Mapping[str, DeepSpeedPlugin]) -> DeepSpeedPlugin | None:
@@ -380,7 +399,7 @@ def active_plugin(plugins: Mapping[str, DeepSpeedPlugin]) -> DeepSpeedPlugin | N
     return next((plugin for plugin in plugins.values() if plugin.selected), None)
 
 
-def named_plugins(arguments: Mapping[str, Any]) -> dict[str, DeepSpeedPlugin]:
+def named_plugins(arguments: Mapping[str, object]) -> dict[str, DeepSpeedPlugin]:
     """The DeepSpeed plugins among an Accelerator's arguments, by name; one alone, or the launcher's, is "default"."""
     single = arguments.get("deepspeed_plugin")
     several = arguments.get("deepspeed_plugins")
@@ -389,9 +408,12 @@ def named_plugins(arguments: Mapping[str, Any]) -> dict[str, DeepSpeedPlugin]:
             "two arguments set DeepSpeed plugins",
             found="deepspeed_plugin and deepspeed_plugins",
         )
-    selection = several if single is None else single
+    selection: Any = single
+    if single is None:
+        selection = several
     launched = variable("distributed_type")
     if selection is None and launched is not None and launched.value == "DEEPSPEED":
+        # Another engine's argument has priority over the launcher's configuration.
         has_other_engine = any(
             value is not None
             for name, value in arguments.items()

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from trainer_kit.core.configuration_sources import is_true, variable
 from trainer_kit.core.errors import ConfigurationError, PrecisionError, did_you_mean
+from trainer_kit.core.types import Keywords
 from trainer_kit.launch.options import SECTIONS
 from trainer_kit.options.records import KwargsHandler
 from trainer_kit.precision.precision import Precision
@@ -45,7 +46,7 @@ class AORecipeKwargs(FP8Recipe):
         enable_fsdp_float8_all_gather: True is refused: it replaces the weights by objects that cannot be saved.
     """
 
-    config: Any = None
+    config: object = None
     module_filter_func: Callable[..., bool] | None = None
     pad_inner_dim: bool | None = None
     enable_fsdp_float8_all_gather: bool | None = None
@@ -57,11 +58,13 @@ class AORecipeKwargs(FP8Recipe):
         precision = Float8Precision(
             config=self.config,
             module_filter=self.module_filter_func,
+            # A filter of the user decides about the first and the last layer too.
             ends=self.module_filter_func is not None,
         )
         names = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
         values = {name: getattr(self, name) for name in names}
         changes = {name: v for name, v in values.items() if v is not None}
+        # torchao's configuration is frozen.
         if changes:
             precision.config = replace(precision.config, **changes)
         return precision
@@ -101,7 +104,8 @@ class TERecipeKwargs(FP8Recipe):
                 found=f"override_linear_precision={self.override_linear_precision}",
                 fix="leave it out",
             )
-        recipe: Any = {
+        # A dict stands for DelayedScaling, so that the record needs no Transformer Engine.
+        recipe: object = {
             "margin": self.margin,
             "fp8_format": self.fp8_format,
             "amax_history_len": self.amax_history_len,
@@ -146,7 +150,7 @@ _BACKENDS: Mapping[str, type[FP8Recipe]] = {
 }
 
 
-def FP8RecipeKwargs(backend: str | None = None, **options: Any) -> FP8Recipe:
+def FP8RecipeKwargs(backend: str | None = None, **options: object) -> FP8Recipe:
     """The recipe of a backend: "TE" (by default), "AO" or "MSAMP", with its options.
 
     Raises:
@@ -176,7 +180,7 @@ def launched_recipe() -> FP8Recipe | None:
         >>> print(launched_recipe())
         None
     """
-    options: dict[str, Any] = {}
+    options: Keywords = {}
     for name, option in SECTIONS["fp8_config"].items():
         setting = variable(name)
         if setting is None:
@@ -187,11 +191,13 @@ def launched_recipe() -> FP8Recipe | None:
             raise ConfigurationError(
                 f"{setting.origin}: {name} {error}", found=repr(setting.value)
             ) from None
+        # The only field of a record that has the section's prefix in its own name.
         if name != "fp8_format":
             name = name.removeprefix("fp8_")
         options[name] = value
     if not options:
         return None
+    # Accelerate writes the tuple as a text: "(False, False, False)".
     if "override_linear_precision" in options:
         switches = re.findall(r"\w+", options["override_linear_precision"])
         options["override_linear_precision"] = tuple(

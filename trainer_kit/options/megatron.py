@@ -7,11 +7,12 @@ engine on use.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, final
+from typing import ClassVar, Final, final
 
 from trainer_kit.core.configuration_sources import variable
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.registry import STRATEGIES
+from trainer_kit.core.types import Keywords
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["MegatronLMPlugin"]
@@ -72,7 +73,7 @@ class MegatronLMPlugin:
     """
 
     serves_alone: ClassVar[bool] = True
-    options: dict[str, Any]
+    options: Keywords
     """Arguments of `MegatronStrategy`."""
 
     def __init__(
@@ -84,7 +85,7 @@ class MegatronLMPlugin:
         sequence_parallelism: bool | None = None,
         recompute_activations: bool | None = None,
         use_distributed_optimizer: bool | None = None,
-        **others: Any,
+        **others: object,
     ) -> None:
         from trainer_kit.strategies.megatron.config import KEYS, from_launcher
 
@@ -97,6 +98,7 @@ class MegatronLMPlugin:
             "recompute_activations": recompute_activations,
             "use_distributed_optimizer": use_distributed_optimizer,
         }
+        # As texts, under the launcher's keys: one function checks both sources, and its errors name the keys.
         options: dict[str, str] = {}
         for key in KEYS:
             setting = variable(key)
@@ -104,8 +106,10 @@ class MegatronLMPlugin:
                 options[key] = str(setting.value)
         for name, value in {**arguments, **others}.items():
             key = f"megatron_lm_{name}"
+            # As Python does for a name that the signature lacks, also where the value is None.
             if key not in KEYS and name not in _ELSEWHERE:
                 raise TypeError(f"MegatronLMPlugin got an unexpected argument {name!r}")
+            # None stands for "not set" in Accelerate's plugin.
             if value is None:
                 continue
             if key not in KEYS:
@@ -118,7 +122,7 @@ class MegatronLMPlugin:
         self.options = from_launcher(options)
 
     def make_strategy(
-        self, process_group_backend: str | None = None, **options: Any
+        self, process_group_backend: str | None = None, **options: object
     ) -> Strategy:
         """Make the strategy; ``options`` are further arguments of it."""
         if process_group_backend is not None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
 
 from trainer_kit.core.arguments import check_fields
 from trainer_kit.core.configuration_sources import variable
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.registry import STRATEGIES
+from trainer_kit.core.types import Keywords
 from trainer_kit.options.records import FullyShardedDataParallelPlugin
 from trainer_kit.options.refusals import refused
 from trainer_kit.strategies.mesh_layout import AXES
@@ -48,9 +48,8 @@ class TorchContextParallelConfig:
     cp_comm_strategy: str | None = None
 
     def __post_init__(self) -> None:
-        strategy = (
-            self.cp_comm_strategy or _read_variable("cp_comm_strategy") or "allgather"
-        )
+        launched = _read_variable("cp_comm_strategy")
+        strategy = self.cp_comm_strategy or launched or "allgather"
         if strategy not in ("allgather", "alltoall"):
             raise ConfigurationError(
                 "unknown communication strategy for context parallelism",
@@ -96,17 +95,15 @@ class ParallelismConfig:
     sp_backend: str | None = None
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None
-    sp_handler: Any = None
+    sp_handler: object = None
     plan: ParallelPlan | None = None
     pp_size: int | None = None
 
     def __post_init__(self) -> None:
+        # Before the types are checked: sizes of the launcher are texts.
         for axis in (*AXES, "sp"):
-            setattr(
-                self,
-                f"{axis}_size",
-                _size(f"{axis}_size", getattr(self, f"{axis}_size")),
-            )
+            name = f"{axis}_size"
+            setattr(self, name, _size(name, getattr(self, name)))
         check_fields(self)
         if self.sp_size != 1:
             raise refused("sp_size", f"sp_size={self.sp_size}")
@@ -192,7 +189,7 @@ class ParallelismConfig:
         return [axis for axis in axes if self.sizes[axis] != 1]
 
     def make_strategy(
-        self, fsdp: FullyShardedDataParallelPlugin | None = None, **options: Any
+        self, fsdp: FullyShardedDataParallelPlugin | None = None, **options: object
     ) -> Strategy:
         """Make the mesh strategy.
 
@@ -200,13 +197,15 @@ class ParallelismConfig:
             fsdp: options for sharding parameters along the data and context axes.
             options: further arguments of the strategy.
         """
-        fsdp_options: dict[str, Any] = {}
+        fsdp_options: Keywords = {}
         if fsdp is not None:
             fsdp_options = fsdp.arguments()
+        # The mesh recomputes activations on every axis, with FSDP or without.
         recomputes = fsdp_options.pop("activation_checkpointing_policy", False)
         shards = any(
             self.sizes[axis] != 1 for axis in ("dp_replicate", "dp_shard", "cp")
         )
+        # Without an axis that shards there is no FSDP, and the options would have no effect.
         for name in (
             "offload_activations",
             "cpu_offload",
@@ -215,11 +214,14 @@ class ParallelismConfig:
         ):
             if fsdp_options.get(name) and not shards:
                 raise refused(name, f"tp_size={self.tp_size} alone")
+        fsdp_of_mesh = None
+        if shards:
+            fsdp_of_mesh = fsdp_options
         strategy: Strategy = STRATEGIES.get("mesh")(
             **self.sizes,
             plan=self.plan,
             activation_checkpointing_policy=recomputes,
-            fsdp=fsdp_options if shards else None,
+            fsdp=fsdp_of_mesh,
             **options,
         )
         return strategy
@@ -236,7 +238,7 @@ class TorchTensorParallelPlugin:
     """
 
     tp_size: int = 1
-    torch_device_mesh: Any = None
+    torch_device_mesh: object = None
     plan: ParallelPlan | None = None
 
     def __post_init__(self) -> None:
@@ -257,13 +259,16 @@ def _read_variable(name: str) -> str | None:
 
 
 def _size(name: str, argument: int | None) -> int:
-    text: Any = argument
+    text: object = argument
     if argument is None:
         text = _read_variable(name) or 1
+    # 0, which is refused below with the value that was passed, stands for what is no whole number.
+    size = 0
     try:
-        size = int(text) if isinstance(text, (Integral, str)) else 0
+        if isinstance(text, (Integral, str)):
+            size = int(text)
     except ValueError:
-        size = 0
+        pass
     if size < 1 and size != -1:
         raise ConfigurationError(
             "a mesh axis needs at least 1 rank",

@@ -12,7 +12,8 @@ from enum import Enum
 from numbers import Integral
 from typing import Any, ClassVar, Final
 
-from torch.profiler import ProfilerActivity, schedule
+from torch import nn
+from torch.profiler import ProfilerAction, ProfilerActivity, schedule
 
 from trainer_kit.core.arguments import (
     as_list,
@@ -24,6 +25,7 @@ from trainer_kit.core.arguments import (
 from trainer_kit.core.configuration_sources import variable
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.registry import STRATEGIES
+from trainer_kit.core.types import Keywords
 from trainer_kit.options.refusals import refused
 from trainer_kit.strategies.ddp import check_comm_hook
 from trainer_kit.strategies.launcher_options import FSDP_KEYS, fsdp_from_launcher
@@ -60,12 +62,13 @@ class KwargsHandler:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Keywords:
         """All options, copied."""
         return deepcopy(vars(self))
 
-    def to_kwargs(self) -> dict[str, Any]:
+    def to_kwargs(self) -> Keywords:
         """The options that differ from their defaults."""
+        # to_dict of the class, which may leave out fields that torch does not know.
         default = type(self)().to_dict()
         return {
             name: value
@@ -111,7 +114,8 @@ _HOOKS: Final = {
 
 
 def _hook_type(hook: str | Enum) -> DDPCommunicationHookType:
-    text = word_of(hook).lower().replace("powersgd", "power_sgd")  # Lightning's word
+    # Lightning spells it without the underscore.
+    text = word_of(hook).lower().replace("powersgd", "power_sgd")
     try:
         return DDPCommunicationHookType(text)
     except ValueError:
@@ -156,9 +160,10 @@ class DistributedDataParallelKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         super().__post_init__()
         positive(self, "bucket_cap_mb")
+        # For its errors: a wrong hook is refused here, not when the strategy starts on every rank.
         self.exchange()
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Keywords:
         """Torch's own options, copied."""
         return {
             name: value
@@ -166,7 +171,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
             if not name.startswith("comm_")
         }
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> Keywords:
         """The arguments of `DDPStrategy`."""
         names = (
             "broadcast_buffers",
@@ -177,7 +182,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         )
         return {**{name: getattr(self, name) for name in names}, **self.exchange()}
 
-    def exchange(self) -> dict[str, Any]:
+    def exchange(self) -> Keywords:
         """The communication hook, as arguments of `DDPStrategy`."""
         hook = _HOOKS.get(_hook_type(self.comm_hook))
         wrapper = _HOOKS.get(_hook_type(self.comm_wrapper))
@@ -268,7 +273,7 @@ class ProfileKwargs(KwargsHandler):
 
     activities: list[str] | None = None
     schedule_option: dict[str, int] | None = None
-    on_trace_ready: Callable[..., Any] | None = None
+    on_trace_ready: Callable[..., object] | None = None
     record_shapes: bool = False
     profile_memory: bool = False
     with_stack: bool = False
@@ -278,10 +283,11 @@ class ProfileKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # For their errors.
         self.torch_activities()
         self.torch_schedule()
 
-    def torch_activities(self) -> list[Any] | None:
+    def torch_activities(self) -> list[ProfilerActivity] | None:
         """The activities as torch's profiler takes them; None for all that this machine has."""
         members = ProfilerActivity.__members__.items()
         activities = {name.lower(): member for name, member in members}
@@ -294,7 +300,7 @@ class ProfileKwargs(KwargsHandler):
                 )
         return [activities[name.lower()] for name in self.activities or ()] or None
 
-    def torch_schedule(self) -> Any:
+    def torch_schedule(self) -> Callable[[int], ProfilerAction] | None:
         """The schedule of the profiler; None to record every step."""
         if not self.schedule_option:
             return None
@@ -373,16 +379,16 @@ class ProjectConfiguration:
     @property
     def project_path(self) -> str | None:
         """``project_dir`` with ``~`` expanded."""
-        return (
-            None if self.project_dir is None else os.path.expanduser(self.project_dir)
-        )
+        if self.project_dir is None:
+            return None
+        return os.path.expanduser(self.project_dir)
 
     @property
     def logging_path(self) -> str | None:
         """``logging_dir`` with ``~`` expanded."""
-        return (
-            None if self.logging_dir is None else os.path.expanduser(self.logging_dir)
-        )
+        if self.logging_dir is None:
+            return None
+        return os.path.expanduser(self.logging_dir)
 
 
 _FSDP1_OPTIONS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
@@ -458,19 +464,20 @@ class FullyShardedDataParallelPlugin:
     """Whether a single process uses this record."""
 
     fsdp_version: int | None = None
-    sharding_strategy: Any = None
-    reshard_after_forward: Any = None
-    backward_prefetch: Any = None
-    mixed_precision_policy: Any = None
-    auto_wrap_policy: Any = None
-    cpu_offload: Any = None
-    ignored_modules: Any = None
-    state_dict_type: Any = None
-    state_dict_config: Any = None
-    optim_state_dict_config: Any = None
+    # `object`, where enums and records of torch's FSDP1 and their names are taken too; `arguments` reads both.
+    sharding_strategy: object = None
+    reshard_after_forward: object = None
+    backward_prefetch: object = None
+    mixed_precision_policy: object = None
+    auto_wrap_policy: object = None
+    cpu_offload: object = None
+    ignored_modules: object = None
+    state_dict_type: object = None
+    state_dict_config: object = None
+    optim_state_dict_config: object = None
     limit_all_gathers: bool | None = None
     use_orig_params: bool | None = None
-    param_init_fn: Any = None
+    param_init_fn: object = None
     sync_module_states: bool | None = None
     forward_prefetch: bool | None = None
     activation_checkpointing: bool | None = None
@@ -489,28 +496,29 @@ class FullyShardedDataParallelPlugin:
                     stacklevel=3,
                 )
 
-    def make_strategy(self, **options: Any) -> Strategy:
+    def make_strategy(self, **options: object) -> Strategy:
         """Make the strategy; ``options`` are further arguments of it."""
         strategy: Strategy = STRATEGIES.get("fsdp")(**self.arguments(), **options)
         return strategy
 
-    def set_auto_wrap_policy(self, model: Any) -> None:
+    def set_auto_wrap_policy(self, model: nn.Module) -> None:
         """Accepted: the units of a model are found when it is prepared."""
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> Keywords:
         """The arguments of `FSDPStrategy`."""
         engine = variable("distributed_type")
         launched = engine is not None and engine.value == "FSDP"
         settings: dict[str, str] = {}
-        # The variables count only if the launcher has chosen FSDP.
-        for name in FSDP_KEYS if launched else ():
+        for name in FSDP_KEYS:
             setting = variable(name)
-            if setting is not None:
+            # The variables count only if the launcher has chosen FSDP.
+            if launched and setting is not None:
                 settings[name] = str(setting.value)
-        arguments: dict[str, Any] = fsdp_from_launcher(settings)
+        arguments: Keywords = fsdp_from_launcher(settings)
         if self.cpu_offload is not None:
             arguments["cpu_offload"] = bool(self.cpu_offload)
         sharding = self.sharding_strategy
+        # FSDP1's plugin of Accelerate takes a sharding strategy under this name; FSDP2's takes a switch or a size.
         if not isinstance(self.reshard_after_forward, (bool, int, type(None))):
             sharding = self.reshard_after_forward
         elif self.reshard_after_forward is not None:
@@ -528,12 +536,14 @@ class FullyShardedDataParallelPlugin:
         if self.ignored_modules is not None:
             arguments["ignored_modules"] = self.ignored_modules
         policy = self.auto_wrap_policy
+        # An explicit policy has priority over the classes, which the launcher may have set for another script.
         policy_name = str(policy).lower()
         if callable(policy):
             arguments["auto_wrap_policy"] = policy
         elif policy_name == "no_wrap":
             arguments["auto_wrap_policy"] = []
         elif policy_name == "size_based_wrap":
+            # torch's own default of size_based_auto_wrap_policy.
             arguments["auto_wrap_policy"] = self.min_num_params or 100_000_000
         elif self.transformer_cls_names_to_wrap:
             arguments["auto_wrap_policy"] = list(self.transformer_cls_names_to_wrap)
@@ -587,16 +597,18 @@ class TorchDynamoPlugin(KwargsHandler):
     disable: bool = False
     use_regional_compilation: bool | None = None
 
-    def to_kwargs(self) -> dict[str, Any]:
+    def to_kwargs(self) -> Keywords:
         """The options of ``torch.compile`` that differ from the defaults."""
         options = super().to_kwargs()
+        # torch.compile has no such argument.
         options.pop("use_regional_compilation", None)
+        # Accelerate's enum has the names in capitals, torch looks them up in lower case.
         if "backend" in options:
             options["backend"] = self.backend.lower()
         return options
 
 
-def micro_batches(steps: Any, owner: str) -> int:
+def micro_batches(steps: object, owner: str) -> int:
     """Check and return a number of micro-batches per optimizer step.
 
     Raises:
@@ -611,7 +623,7 @@ def micro_batches(steps: Any, owner: str) -> int:
     return int(steps)
 
 
-def check_kind(name: str, value: Any, kind: type) -> None:
+def check_kind(name: str, value: object, kind: type) -> None:
     """Check that an argument is an option record of this class.
 
     Args:
@@ -637,7 +649,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         value = arguments[name]
         if value is not None:
             check_kind(name, value, kind)
-            check_fields(value)  # a field may have been set after the record was made
+            # A field may have been set after the record was made.
+            check_fields(value)
     for name in _SWITCHES:
         value = arguments[name]
         if value not in (None, True, False):
@@ -667,7 +680,7 @@ _SWITCHES: Final = (
 )
 
 
-def by_kind(handlers: Any) -> dict[type, Any]:
+def by_kind(handlers: object) -> dict[type, Any]:
     """The handlers in a list, by class.
 
     Raises:
@@ -676,14 +689,17 @@ def by_kind(handlers: Any) -> dict[type, Any]:
     by_class: dict[type, Any] = {}
     for handler in as_list(handlers, KwargsHandler):
         if not isinstance(handler, KwargsHandler):
-            is_class = isinstance(handler, type)
-            description = repr(handler) if is_class else type(handler).__name__
+            description = type(handler).__name__
+            # The class itself, without its parentheses.
+            if isinstance(handler, type):
+                description = repr(handler)
             raise ConfigurationError(
                 "expected a kwargs handler",
                 found=description,
                 fix="pass DistributedDataParallelKwargs(...)",
             )
-        handler.__post_init__()  # a field may have been set since
+        # A field may have been set after the record was made.
+        handler.__post_init__()
         if type(handler) in by_class:
             raise ConfigurationError(
                 "two kwargs handlers have the same class", found=type(handler).__name__
