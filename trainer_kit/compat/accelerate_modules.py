@@ -288,11 +288,10 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
         (84, (64, ['0']))
     """
     sizes = compute_module_sizes(model)
-    modules = [
-        *model.named_parameters(recurse=False),
-        *model.named_children(),
-        *model.named_buffers(recurse=False),
-    ]
+    modules: list[tuple[str, nn.Module | Tensor]] = []
+    modules += model.named_parameters(recurse=False)
+    modules += model.named_children()
+    modules += model.named_buffers(recurse=False)
     undivided = getattr(model, "_no_split_modules", None) or []
     return sizes[""], get_max_layer_size(modules, sizes, undivided)
 
