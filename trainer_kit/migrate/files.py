@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, TypeVar, final
+from typing import Final, TypeAlias, TypeVar, final
 
 from tqdm import tqdm
 
@@ -31,6 +31,8 @@ from trainer_kit.migrate.yaml import rewrite_yaml
 __all__ = ["ProjectFiles", "read_project", "rewrite_files"]
 
 _Item = TypeVar("_Item")
+_Rewritten: TypeAlias = Iterator[tuple[Path, bytes | Finding]]
+"""Each file with its new source, or with why it could not be read."""
 _PYTHON: Final = ("", ".py", ".pyw", ".pyi")
 _YAML: Final = (".yaml", ".yml")
 _SKIPPED: Final = ("__pycache__", "node_modules", "site-packages")
@@ -164,23 +166,25 @@ def _parse(project: Project, file: Path, source: bytes) -> Finding | None:
     return None
 
 
-def _rewritten(sources: Mapping[Path, bytes]) -> Iterator[tuple[Path, bytes | Finding]]:
+def _rewritten(sources: Mapping[Path, bytes]) -> _Rewritten:
     """Yield the new source of each file, or why it could not be read; in processes if there is much to do."""
     processes = min(os.cpu_count() or 1, 8)
-    size = sum(map(len, sources.values()))
+    items = list(sources.items())
+    size = sum(len(source) for source in sources.values())
     if processes == 1 or size < _MANY_BYTES:
-        yield from _by_file(sources, map(_rewrite, sources.items()))
+        results = map(_rewrite, items)
+        yield from _by_file(sources, results)
         return
     # spawn, because torch is imported here: a fork of a process with its threads may hang.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context) as pool:
-        outcomes = pool.map(_rewrite, sources.items(), chunksize=8)
+        outcomes = pool.map(_rewrite, items, chunksize=8)
         yield from _by_file(sources, outcomes)
 
 
 def _by_file(
     sources: Mapping[Path, bytes], outcomes: Iterable[bytes | Finding]
-) -> Iterator[tuple[Path, bytes | Finding]]:
+) -> _Rewritten:
     return zip(sources, _progress(outcomes, "rewriting", len(sources)), strict=True)
 
 
