@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -53,6 +53,7 @@ __all__ = [
 ]
 
 _HANDLES: Final = "_hf_hook_handles"
+_NamedMembers: TypeAlias = list[tuple[str, nn.Module | Tensor]]
 
 
 # -- tensors of modules ------------------------------------------------------------------------------------------------
@@ -288,12 +289,14 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
         (84, (64, ['0']))
     """
     sizes = compute_module_sizes(model)
-    modules: list[tuple[str, nn.Module | Tensor]] = []
-    modules += model.named_parameters(recurse=False)
-    modules += model.named_children()
-    modules += model.named_buffers(recurse=False)
-    undivided = getattr(model, "_no_split_modules", None) or []
-    return sizes[""], get_max_layer_size(modules, sizes, undivided)
+    members: _NamedMembers = []
+    members.extend(model.named_parameters(recurse=False))
+    members.extend(model.named_children())
+    members.extend(model.named_buffers(recurse=False))
+    undivided = getattr(model, "_no_split_modules", None)
+    largest = get_max_layer_size(members, sizes, undivided or [])
+    total = sizes[""]
+    return total, largest
 
 
 def load_state_dict(

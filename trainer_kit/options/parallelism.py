@@ -103,11 +103,14 @@ class ParallelismConfig:
         # Before the types are checked: sizes of the launcher are texts.
         for axis in (*AXES, "sp"):
             name = f"{axis}_size"
-            setattr(self, name, _size(name, getattr(self, name)))
+            size = getattr(self, name)
+            size = _size(name, size)
+            setattr(self, name, size)
         check_fields(self)
         if self.sp_size != 1:
             raise refused("sp_size", f"sp_size={self.sp_size}")
-        self.cp_backend = self.cp_backend or _read_variable("cp_backend") or "torch"
+        launched = _read_variable("cp_backend")
+        self.cp_backend = self.cp_backend or launched or "torch"
         if self.cp_backend != "torch":
             raise refused("cp_backend", repr(self.cp_backend))
         if self.tp_size != 1 and self.tp_handler is None:
