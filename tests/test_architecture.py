@@ -70,7 +70,6 @@ LONG_FUNCTIONS = {
 # Files that were within the limit at 120 columns; each is to be split by job, and may not grow until then.
 LONG_FILES = {
     "accelerator/accelerator.py": 730,
-    "training/session.py": 620,
     "data/sources.py": 700,
 }
 WIDE_CONSTRUCTORS = {

@@ -241,7 +241,7 @@ def _files(path: Path) -> Iterator[Path]:
         yield path
         return
     for directory, directories, names in os.walk(path):
-        # In place: os.walk goes on with what this list holds.
+        # In place: os.walk continues with what this list holds.
         directories[:] = sorted(
             name
             for name in directories

@@ -104,7 +104,7 @@ class TERecipeKwargs(FP8Recipe):
                 found=f"override_linear_precision={self.override_linear_precision}",
                 fix="leave it out",
             )
-        # A dict stands for DelayedScaling, so that the record needs no Transformer Engine.
+        # A dict means DelayedScaling, so that the record needs no Transformer Engine.
         recipe: object = {
             "margin": self.margin,
             "fp8_format": self.fp8_format,

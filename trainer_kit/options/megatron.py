@@ -109,7 +109,7 @@ class MegatronLMPlugin:
             # As Python does for a name that the signature lacks, also where the value is None.
             if key not in KEYS and name not in _ELSEWHERE:
                 raise TypeError(f"MegatronLMPlugin got an unexpected argument {name!r}")
-            # None stands for "not set" in Accelerate's plugin.
+            # None means "not set" in Accelerate's plugin.
             if value is None:
                 continue
             if key not in KEYS:

@@ -265,7 +265,7 @@ def _size(name: str, argument: int | None) -> int:
     text: object = argument
     if argument is None:
         text = _read_variable(name) or 1
-    # 0, which is refused below with the value that was passed, stands for what is no whole number.
+    # What is no whole number becomes 0, which is refused below together with the value that was passed.
     size = 0
     try:
         if isinstance(text, (Integral, str)):
