@@ -18,10 +18,10 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.location import locate
 from trainer_kit.core.types import StateDict
 
-__all__ = ["CheckpointIO", "TorchCheckpointIO", "refuse_checkpoint_io"]
+__all__ = ["CheckpointIO", "MapLocation", "TorchCheckpointIO", "refuse_checkpoint_io"]
 
 
-_MapLocation: TypeAlias = str | torch.device
+MapLocation: TypeAlias = str | torch.device
 """A device onto which tensors are loaded."""
 
 
@@ -45,7 +45,7 @@ class CheckpointIO(ABC):
     def load_checkpoint(
         self,
         path: str | os.PathLike[str],
-        map_location: _MapLocation | None = None,
+        map_location: MapLocation | None = None,
         weights_only: bool | None = None,
     ) -> StateDict:
         """Read a checkpoint."""
@@ -100,7 +100,7 @@ class TorchCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self,
         path: str | os.PathLike[str],
-        map_location: _MapLocation | None = None,
+        map_location: MapLocation | None = None,
         weights_only: bool | None = None,
     ) -> StateDict:
         """Read a checkpoint onto a device, by default the CPU.
