@@ -38,7 +38,7 @@ _ALLOWED = {
     ("data/feed.py", "_named(then)"): _LISTED,
     (
         "data/source.py",
-        "place.batch_size * place.size",
+        "options.batch_size * options.size",
     ): "a size, not a count of batches",
     ("data/sizes.py", "' and '.join(map(str, rows[:4]))"): _LISTED,
     ("inference/pipeline.py", "list(sizes)"): _LISTED,

@@ -565,3 +565,18 @@ def test_an_optimizer_and_a_schedule_as_arguments():
         is torch.optim.SGD
     )
     assert optimizer.param_groups[0]["initial_lr"] == 0.25
+
+
+class NeedsWidth(Net):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+
+
+def test_a_missing_argument_is_named_as_an_option_with_and_without_commands(capsys):
+    for arguments in (
+        {"run": False, "args": []},
+        {"run": True, "args": ["fit"]},
+    ):
+        with pytest.raises(SystemExit):
+            LightningCLI(NeedsWidth, trainer_defaults=QUIET, **arguments)
+        assert "--model.width: required" in capsys.readouterr().err

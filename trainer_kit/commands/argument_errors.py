@@ -73,8 +73,14 @@ def describe_error(
         return f"{_locate(chain[0], prog, words, files, inner_key)}: {problem}"
     if match := re.search(r"the following arguments are required: (.*)", text):
         names = [name.strip() for name in match[1].split(",")]
-        # The name may begin with the command: `fit.model.width`.
-        required = [f"--{name.partition('.')[2] or name}" for name in names]
+        known = set(options)
+        required = []
+        for name in names:
+            # With commands the name begins with one, `fit.model.width`, and no option does.
+            without_command = name.partition(".")[2]
+            if without_command and f"--{name}" not in known:
+                name = without_command
+            required.append(f"--{name}")
         return f"{prog}: {', '.join(required)}: required"
     if match := re.search(r"argument (\S+?):? (expected .*)", text):
         return f"{prog}: {match[1].rstrip(':')}: {match[2]}"
