@@ -56,7 +56,7 @@ class Assumptions:
                 found=f"efficiency={self.efficiency}, bandwidth={self.bandwidth}",
                 fix="pass numbers above 0 and at most 1",
             )
-        price = 0.0 if self.price is None else self.price
+        price = self.price or 0.0
         # A comparison with NaN is false: it is refused too.
         if not (self.latency >= 0 and self.launch >= 0 and price >= 0):
             raise ConfigurationError(
@@ -202,7 +202,10 @@ def _bubble(candidate: Candidate) -> float:
 def _transfer_seconds(traffic: Traffic, candidate: Candidate, device: Device) -> float:
     """The time of the bytes in a ring over the slowest link between the ranks of the axis."""
     ranks, span = _ring(traffic, candidate)
-    bandwidth = device.link if span <= device.group else device.network
+    # The slowest link decides: one pair of neighbors on different machines is enough.
+    bandwidth = device.network
+    if span <= device.group:
+        bandwidth = device.link
     crossed: float = traffic.bytes
     if traffic.kind in _PASSES:
         crossed = traffic.bytes * _PASSES[traffic.kind] * (ranks - 1) / max(1, ranks)
@@ -222,7 +225,8 @@ def _ring(traffic: Traffic, candidate: Candidate) -> tuple[int, int]:
     if hybrid is None:
         return ranks, span
     shards = int(hybrid[1])
-    if traffic.kind == "all_reduce":  # of the shards' gradients, between machines
+    # Gradients of the shards are reduced between machines; all else stays inside one.
+    if traffic.kind == "all_reduce":
         return candidate.world // shards, span
     return shards, shards
 

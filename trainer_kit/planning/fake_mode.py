@@ -5,7 +5,7 @@ This is the only file that uses how torch's fake mode is built, which is private
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, TypeAlias, final
 
@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 from torch.utils._pytree import tree_leaves
+
+from trainer_kit.planning.operators import Arguments, Operator, Options, Result
 
 __all__ = ["FastFakeMode"]
 
@@ -54,12 +56,14 @@ class _Result:
     requires_grad: bool
 
 
+_Key: TypeAlias = tuple[object, ...]
+"""An operator with all that its result depends on."""
 _Results: TypeAlias = tuple[bool, tuple[_Result | None, ...]]
 """Whether the operator returned a tuple, and what it returned; None for None."""
 
 
 @final
-class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # of torch
     """Tensors in it have no storage; real ones, such as constants of a module, may take part.
 
     Where arguments have the same shapes as before, the result is repeated, as in the base class, which decides where
@@ -67,55 +71,59 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     shapes.
     """
 
-    _known: ClassVar[dict[tuple[Any, ...], _Results | None]] = {}
-    _tried: ClassVar[set[tuple[Any, ...]]] = set()
+    # Shared by all modes of the process: a plan makes one for each candidate, and their
+    # operators are mostly the same. None: the result may not be repeated.
+    _known: ClassVar[dict[_Key, _Results | None]] = {}
+    _tried: ClassVar[set[_Key]] = set()
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._attributes: dict[
-            torch.device, dict[str, Any]
-        ] = {}  # of a new fake tensor
+        # The attributes of a new fake tensor, by device.
+        self._attributes: dict[torch.device, dict[str, object]] = {}
 
     def dispatch(
         self,
-        func: Any,
+        func: Operator,
         types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        args: Arguments = (),
+        kwargs: Options | None = None,
+    ) -> Result:
         """Repeat a known result, or compute it."""
         kwargs = kwargs or {}
         key = self._key(func, args, kwargs)
         if key is None:
-            if (
-                func is _ITEM
-                and type(args[0]) is FakeTensor
-                and args[0].constant is not None
-            ):  # a step of an optimizer
+            # An optimizer reads its count of steps, which is a constant of a fake tensor.
+            if func is _ITEM and _has_constant(args[0]):
                 return args[0].constant.item()
             return super().dispatch(func, types, args, kwargs)
         cached = self._known.get(key)
         if cached is not None:
             return self._repeat(cached, args)
-        if key in self._known:  # its result may not be repeated
+        if key in self._known:
+            # Its result may not be repeated: torch's own cache would find that out again.
             return self._dispatch_impl(func, types, args, kwargs)
-        repeated, computed = _repeated(), _computed()
+        # torch decides what may be repeated. Its counters tell what it has decided.
+        repeated = _repeated()
+        computed = _computed()
         out = super().dispatch(func, types, args, kwargs)
         repeats = _repeated() > repeated and _computed() == computed
-        if repeats or key in self._tried:
-            self._known[key] = (
-                self._results(func, args, kwargs, out) if repeats else None
-            )
+        if repeats:
+            self._known[key] = self._results(func, args, kwargs, out)
+        elif key in self._tried:
+            # Only the second time: what kept torch from repeating the first may not last.
+            self._known[key] = None
         self._tried.add(key)
         return out
 
-    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call(self, func: Operator, args: Arguments, kwargs: Options) -> Result:
         """Call an operator from inside another mode, without torch's way to this one where the result is known."""
-        if (
-            torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is self
-        ):  # or it was left for real tensors
+        # Code that works with real tensors leaves the mode for as long.
+        active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        if active is self:
             key = self._key(func, args, kwargs)
-            cached = None if key is None else self._known.get(key)
+            cached = None
+            if key is not None:
+                cached = self._known.get(key)
             if cached is not None:
                 return self._repeat(cached, args)
         return func(*args, **kwargs)
@@ -126,42 +134,38 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return False
         return tensor.device.type != "meta"
 
-    def _repeat(self, known: _Results, args: Sequence[Any]) -> Any:
-        several, results = known
-        if several:
-            return tuple(
-                [
-                    None if result is None else self._make_output(result, args)
-                    for result in results
-                ]
-            )
-        return None if results[0] is None else self._make_output(results[0], args)
+    def _repeat(self, known: _Results, args: Arguments) -> Result:
+        returns_tuple, results = known
+        outputs = [self._make_output(result, args) for result in results]
+        if returns_tuple:
+            return tuple(outputs)
+        return outputs[0]
 
-    def _key(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Any, ...] | None:
+    def _key(self, func: Operator, args: Arguments, kwargs: Options) -> _Key | None:
         """All that a result depends on; None if only torch can tell."""
-        parts = [
+        # It returns no tensor, and is half of all calls.
+        if func is _DEVICE:
+            return None
+        parts: list[object] = [
             func,
             torch.get_default_dtype(),
             torch._C._get_default_device(),
             torch.is_inference_mode_enabled(),
         ]
-        described = (
-            func is not _DEVICE
-            and self._describe(parts, args)
-            and (not kwargs or self._describe(parts, kwargs))
-        )
-        return tuple(parts) if described else None
+        if not self._describe(parts, args):
+            return None
+        if kwargs:
+            parts.append(tuple(kwargs))
+            if not self._describe(parts, kwargs.values()):
+                return None
+        return tuple(parts)
 
-    def _describe(self, parts: list[Any], values: Any) -> bool:
+    def _describe(self, parts: list[object], values: Iterable[Any]) -> bool:
         """Append all that a result may depend on; returns False for arguments that only torch can describe."""
-        if type(values) is dict:
-            parts.append(tuple(values))
-            values = values.values()
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
+                # A constant has a value, on which a result may depend.
                 if value.fake_mode is not self or value.constant is not None:
                     return False
                 if value.layout is not torch.strided or value.is_quantized:
@@ -182,8 +186,10 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 )
                 parts.append(value.untyped_storage().nbytes())
             elif kind in _VALUES:
-                parts += (kind, value)  # 1, 1.0 and True are equal
+                # With the type: 1, 1.0 and True are equal, and results differ in dtype.
+                parts += (kind, value)
             elif kind is list or kind is tuple:
+                # With the length: two lists of one would look like one list of two.
                 parts += (kind, len(value))
                 if not self._describe(parts, value):
                     return False
@@ -192,49 +198,46 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return True
 
     def _results(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+        self, func: Operator, args: Arguments, kwargs: Options, out: Result
     ) -> _Results | None:
         """Describe what an operator returned; None if it cannot be made again from that alone."""
-        inside = [
-            leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is FakeTensor
-        ]
+        leaves = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if type(leaf) is FakeTensor]
+        returns_tuple = type(out) is tuple
+        outputs = (out,)
+        if returns_tuple:
+            outputs = out
         results: list[_Result | None] = []
-        for output in out if type(out) is tuple else (out,):
+        for output in outputs:
             if output is None:
                 results.append(None)
                 continue
             if type(output) is not FakeTensor or output.layout is not torch.strided:
                 return None
-            same = next(
-                (index for index, value in enumerate(args) if value is output), None
-            )
-            view_of = next(
-                (index for index, value in enumerate(args) if _share(value, output)),
-                None,
-            )
-            facts: Any = (
-                output.shape,
-                output.stride(),
-                output.storage_offset(),
-                output.dtype,
-                output.fake_device,
-                output.requires_grad,
-            )
-            result = _Result(same, view_of if same is None else None, *facts)
-            if same is None:
-                shares = any(_share(leaf, output) for leaf in inside)
-                if not shares == func.is_view == (view_of is not None) or _facts(
-                    self._make_output(result, args)
-                ) != _facts(output):
+            result = _describe_result(output, args)
+            if result.argument is None:
+                # An output that shares storage with an entry of a list, or with an argument
+                # of an operator that is no view, cannot be made from its description.
+                shares = any(_share(leaf, output) for leaf in tensors)
+                is_view = result.view_of is not None
+                if shares != func.is_view or func.is_view != is_view:
+                    return None
+                # Nor one of which torch knows more than a new tensor has.
+                repeated = self._make_output(result, args)
+                if _properties(repeated) != _properties(output):
                     return None
             results.append(result)
-        return type(out) is tuple, tuple(results)
+        return returns_tuple, tuple(results)
 
-    def _make_output(self, result: _Result, args: Sequence[Any]) -> Tensor:
+    def _make_output(self, result: _Result | None, args: Arguments) -> Tensor | None:
+        if result is None:
+            return None
         if result.argument is not None:
             argument: Tensor = args[result.argument]
             return argument
-        shape, stride, device = result.shape, result.stride, result.device
+        shape = result.shape
+        stride = result.stride
+        device = result.device
         with in_kernel_invocation_manager(self):
             output = torch.empty_strided(
                 shape,
@@ -274,27 +277,53 @@ def _computed() -> int:
     return sum(FakeTensorMode.cache_bypasses.values())
 
 
-def _share(value: Any, tensor: Tensor) -> bool:
-    return (
-        type(value) is FakeTensor
-        and value.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+def _has_constant(value: object) -> bool:
+    return type(value) is FakeTensor and value.constant is not None
+
+
+def _share(value: object, tensor: Tensor) -> bool:
+    """Whether a value is a tensor with the storage of another one."""
+    if type(value) is not FakeTensor:
+        return False
+    address: int = value.untyped_storage()._cdata
+    same: bool = address == tensor.untyped_storage()._cdata
+    return same
+
+
+def _describe_result(output: FakeTensor, args: Arguments) -> _Result:
+    """Describe an output, as an argument, as a view of one, or as a tensor of its own."""
+    argument: int | None = None
+    view_of: int | None = None
+    for index, value in enumerate(args):
+        if value is output and argument is None:
+            argument = index
+        if view_of is None and _share(value, output):
+            view_of = index
+    if argument is not None:
+        view_of = None
+    return _Result(
+        argument,
+        view_of,
+        output.shape,
+        output.stride(),
+        int(output.storage_offset()),
+        output.dtype,
+        output.fake_device,
+        output.requires_grad,
     )
 
 
-def _facts(tensor: Any) -> tuple[Any, ...]:
+def _properties(tensor: Any) -> tuple[object, ...]:
+    """What operators may read of a tensor without values."""
     return (
-        *(
-            tensor.shape,
-            tensor.stride(),
-            tensor.storage_offset(),
-            tensor.dtype,
-            tensor.fake_device,
-            tensor.requires_grad,
-        ),
-        *(
-            tensor.is_conj(),
-            tensor.is_neg(),
-            tensor.is_inference(),
-            tensor.untyped_storage().nbytes(),
-        ),
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.dtype,
+        tensor.fake_device,
+        tensor.requires_grad,
+        tensor.is_conj(),
+        tensor.is_neg(),
+        tensor.is_inference(),
+        tensor.untyped_storage().nbytes(),
     )

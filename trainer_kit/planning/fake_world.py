@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,13 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.core.tensors import map_leaves, tensors_of
+from trainer_kit.core.types import Batch, Function, Nested
 from trainer_kit.data.sizes import batch_size_of
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.ddp import DDPStrategy
@@ -40,25 +43,32 @@ from trainer_kit.strategies.process_group import (
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = [
-    "FakeReplicas", "adapted", "fake_batch", "fake_mail", "fake_module", "resized_lists", "sample_dimension",
+    "FakeReplicas", "Mail", "adapted", "fake_batch", "fake_mail", "fake_module", "resized_lists", "sample_dimension",
     "unpacked",
 ]  # fmt: skip
 
 _torch_swap_tensors: Any = torch.utils.swap_tensors
 
 
+Mail: TypeAlias = dict[int, list[list[object]]]
+"""Lists of objects that wait for their receiver, by its rank in its group."""
+
+
 @contextmanager
-def fake_mail(box: dict[int, list[Any]]) -> Iterator[None]:
+def fake_mail(box: Mail) -> Iterator[None]:
     """Inside, small objects that ranks send each other one to one are kept for the fake world of the receiver.
 
     Args:
         box: by the receiver's rank in its group; fake worlds that run one after the other share it.
     """
 
-    def post(objects: list[Any], *, group_dst: int, **options: Any) -> None:
+    def post(objects: list[object], *, group_dst: int, **options: object) -> None:
         box.setdefault(group_dst, []).append(list(objects))
 
-    def fetch(objects: list[Any], *, group: Any, **options: Any) -> None:
+    def fetch(
+        objects: list[object], *, group: dist.ProcessGroup, **options: object
+    ) -> None:
+        # In place: the caller reads its own list.
         objects[:] = box[dist.get_rank(group)].pop(0)
 
     with _replaced((dist, "send_object_list", post), (dist, "recv_object_list", fetch)):
@@ -83,12 +93,13 @@ class _Chunks:
     def __getitem__(self, index: int) -> Tensor:
         start = index * self._rows
         remaining = self._tensor.size(self._dim) - start
+        # torch pads with tensors of one dimension and no elements.
         if remaining <= 0 and index:
             return self._tensor.new_empty(0)
         return self._tensor.narrow(self._dim, start, min(remaining, self._rows))
 
 
-def _once_for_equal_entries(propagate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _once_for_equal_entries(propagate: Function) -> Function:
     """Let DTensor find the layouts of an operator on lists, such as an optimizer's, once for each kind of entry.
 
     An entry is what stands at one index of all lists; what an operator does with it depends on no other entry. Layers
@@ -117,6 +128,7 @@ def _once_for_equal_entries(propagate: Callable[[Any], Any]) -> Callable[[Any], 
             schema.op, tuple(arguments), schema.kwargs_schema, schema.schema_info
         )
         layouts = propagate(short_schema)
+        # Then it names tensors by their position in the short lists.
         if layouts.needs_redistribute:
             return propagate(schema)
         if layouts.output_spec is None:
@@ -151,8 +163,8 @@ class _Exchanged:
 
 
 def _step_without_reading(
-    scaler: object, optimizer: Any, state: object, *args: Any, **kwargs: Any
-) -> Any:
+    scaler: object, optimizer: Optimizer, state: object, *args: Any, **kwargs: Any
+) -> object:
     """``GradScaler._maybe_opt_step`` for gradients that have no values."""
     return optimizer.step(*args, **kwargs)
 
@@ -199,8 +211,8 @@ def adapted(*, fused: bool = False) -> Iterator[None]:
     log = logging.getLogger(FakeTensorMode.__module__)
 
     def exchange_and_hold(
-        operations: list[dist.P2POp], *args: Any, **kwargs: Any
-    ) -> list[Any]:
+        operations: list[dist.P2POp], *args: object, **kwargs: object
+    ) -> list[object]:
         handles = exchange(operations, *args, **kwargs)
         exchanged = _Exchanged([operation.tensor for operation in operations])
         return [*handles, exchanged]
@@ -276,7 +288,7 @@ def fake_module(module: nn.Module, mode: FakeTensorMode) -> Any:
     Raises:
         ConfigurationError: the module cannot be copied, or an earlier fit has divided it.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if hasattr(tensor, "placements"):
             raise ConfigurationError(
@@ -286,12 +298,14 @@ def fake_module(module: nn.Module, mode: FakeTensorMode) -> Any:
             )
         memo[id(tensor)] = _fake_copy(tensor, mode)
     trainer = vars(module).get("trainer")
-    if trainer is not None:  # copying it would copy a whole run
+    # Copying the Trainer would copy a whole run.
+    if trainer is not None:
         memo[id(trainer)] = None
     try:
         with FakeCopyMode(mode):
             return copy.deepcopy(module, memo)
-    except Exception as error:  # of any class: user code decides how a copy is made
+    except Exception as error:
+        # Of any class: user code decides how a copy is made.
         raise ConfigurationError(
             f"planning runs steps on a copy of the module, and this {type(module).__name__} cannot be copied",
             found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
@@ -314,8 +328,8 @@ def _fake_copy(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 def fake_batch(
-    batch: object, samples: int, mode: FakeTensorMode, size: int | None = None
-) -> Any:
+    batch: Batch, samples: int, mode: FakeTensorMode, size: int | None = None
+) -> Batch:
     """A batch of another size without storage: the dimension of its tensors that counts samples becomes ``samples``.
 
     That is the first dimension if the batch has tensors whose first size is the number of samples. Otherwise it is the
@@ -345,7 +359,7 @@ def fake_batch(
         with mode:
             return torch.empty(shape, dtype=tensor.dtype, device="cpu")
 
-    def resize(value: Any) -> Any:
+    def resize(value: object) -> object:
         if isinstance(value, Tensor):
             return resize_tensor(value)
         if not isinstance(value, MutableMapping):
@@ -383,13 +397,18 @@ def sample_dimension(batch: object, size: int) -> Callable[[Tensor], int | None]
     def dimension(tensor: Tensor) -> int | None:
         shape = list(tensor.shape)
         if samples_first:
-            return 0 if shape[:1] == [size] else None
-        return shape.index(size) if shape.count(size) == 1 else None
+            if shape[:1] == [size]:
+                return 0
+            return None
+        # Of two dimensions of this size nothing tells which one counts samples.
+        if shape.count(size) == 1:
+            return shape.index(size)
+        return None
 
     return dimension
 
 
-def resized_lists(value: Any, size: int, samples: int) -> Any:
+def resized_lists(value: Nested, size: int, samples: int) -> Nested:
     """Lists of one entry a sample, such as texts or boxes, repeated to the new size; the inner ones of nested lists."""
     if type(value) is dict:
         entries = list(value.values())
@@ -405,8 +424,9 @@ def resized_lists(value: Any, size: int, samples: int) -> Any:
     if len(value) != size:
         return value
     tensors = list(tensors_of(value))
+    # A tuple of as many tensors as each has samples.
     if tensors and all(tensor.shape[:1] == (size,) for tensor in tensors):
-        return value  # a tuple of as many tensors as each has samples
+        return value
     return type(value)(value[index % size] for index in range(samples))
 
 
@@ -494,7 +514,7 @@ class FakeReplicas(Strategy):
         self._order: list[nn.Parameter] = []
         self._has_new_layout = False
         self._exchanges = False
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
 
     @property
     def gradient_divisor(self) -> int:
@@ -534,7 +554,10 @@ class FakeReplicas(Strategy):
     def _lay_out(self, parameters: list[nn.Parameter], first_size: int) -> None:
         """Make buckets for these parameters, in their order; the first of each dtype has another size."""
         cap = self._real.wrapper_options["bucket_cap_mb"]
-        size = _CAP if cap is None else int(cap * _MIB)
+        size = _CAP
+        if cap is not None:
+            size = int(cap * _MIB)
+        # The reducer begins with one bucket for all, until it knows the order of gradients.
         if first_size != sys.maxsize:
             first_size = min(first_size, size)
         self._views = {}
@@ -545,7 +568,8 @@ class FakeReplicas(Strategy):
             flat = torch.empty(sum(lengths), dtype=group[0].dtype, device=self.device)
             bucket = _Bucket(flat, len(group))
             self._buckets.append(bucket)
-            for parameter, view in zip(group, torch.split(flat, lengths), strict=True):
+            views = torch.split(flat, lengths)
+            for parameter, view in zip(group, views, strict=True):
                 self._views[parameter] = view.view_as(parameter)
                 self._bucket_of[parameter] = bucket
 

@@ -6,15 +6,17 @@ shapes, once for each signature, under torch's legacy profiler, which is private
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, TypeAlias, final
+from typing import Any, ClassVar, Final, final
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from trainer_kit.planning.operators import Arguments, Operator, Options, Result
 
 __all__ = [
     "RECURRENT",
@@ -32,7 +34,7 @@ _EMBEDDING_BACKWARD: Final = _aten.embedding_dense_backward.default
 """It copies a gradient that is not contiguous."""
 _WORKSPACE: Final = 22
 """The argument of oneDNN's recurrent backward that is what its forward has saved."""
-_KERNELS: Final[Mapping[Any, tuple[int, ...]]] = {
+_KERNELS: Final[Mapping[Operator, tuple[int, ...]]] = {
     _aten.convolution.default: (0,),
     _aten.convolution_backward.default: (0, 1),
     _aten.native_batch_norm_backward.default: (0, 1),
@@ -62,14 +64,14 @@ _KERNELS: Final[Mapping[Any, tuple[int, ...]]] = {
     _RECURRENT_BACKWARD: (0, 7, 10),
 }
 """By operator whose kernel allocates: the arguments whose first dimension counts samples (or steps of a sequence)."""
-_HALF_KERNELS: Final[Mapping[Any, tuple[int, ...]]] = {
+_HALF_KERNELS: Final[Mapping[Operator, tuple[int, ...]]] = {
     _aten.mm.default: (0,),
     _aten.addmm.default: (1,),
     _aten.bmm.default: (0, 1),
     _aten.baddbmm.default: (0, 1, 2),
 }
 """Likewise for 16-bit arguments only."""
-_STATISTICS: Final[Mapping[Any, tuple[int, ...]]] = {
+_STATISTICS: Final[Mapping[Operator, tuple[int, ...]]] = {
     _aten.native_batch_norm_backward.default: (5, 6),
     _aten.native_group_norm_backward.default: (2, 3),
 }
@@ -86,7 +88,7 @@ _LARGEST: Final = 1 << 30
 """Bytes of arguments above which a kernel is not run."""
 
 
-def has_workspace(func: Any) -> bool:
+def has_workspace(func: Operator) -> bool:
     """Whether each device computes an operator with a library that has its own workspaces."""
     return func.overloadpacket.__name__ in _LIBRARY
 
@@ -98,14 +100,22 @@ _MARK: Final = "trainer_kit: the measured part begins"
 class Allocations:
     """What a thread allocated and freed, in order.
 
-    Attributes:
-        changes: signed bytes.
+    Args:
+        changes: signed bytes, in order.
         begin: how many of them were made before `mark`.
     """
 
-    def __init__(self) -> None:
-        self.changes: list[int] = []
-        self.begin = 0
+    def __init__(self, changes: Iterable[int] = (), begin: int = 0) -> None:
+        self.changes = list(changes)
+        self.begin = begin
+
+    def add(self, change: int) -> None:
+        """Record an allocation, or with negative bytes the end of one."""
+        self.changes.append(change)
+
+    def begin_here(self) -> None:
+        """Count from here on."""
+        self.begin = len(self.changes)
 
     @staticmethod
     def mark() -> None:
@@ -116,6 +126,7 @@ class Allocations:
     @property
     def peak(self) -> int:
         """The most bytes that were held in the part that counts."""
+        # What was allocated before is held too, and is a part of the peak.
         total = highest = sum(self.changes[: self.begin])
         for change in self.changes[self.begin :]:
             total += change
@@ -147,9 +158,9 @@ def record_allocations() -> Iterator[Allocations]:
         for thread in private._disable_profiler_legacy():
             for event in thread:
                 if event.kind() == "memory_alloc":
-                    allocations.changes.append(event.cpu_memory_usage())
+                    allocations.add(event.cpu_memory_usage())
                 elif event.name() == _MARK and event.kind() == "push":
-                    allocations.begin = len(allocations.changes)
+                    allocations.begin_here()
 
 
 @final
@@ -161,9 +172,6 @@ class _Probe:
     saved: int
 
 
-_Arguments: TypeAlias = tuple[Any, ...]
-
-
 @final
 class KernelMemory:
     """Runs kernels on zeros, and remembers what they allocate.
@@ -171,68 +179,78 @@ class KernelMemory:
     A kernel that needs long or much memory runs on fewer samples. One that cannot is left out, and named in `unknown`.
     """
 
-    _known: ClassVar[dict[tuple[Any, ...], _Probe | None]] = {}
+    # Shared by all candidates of a plan: their kernels are mostly the same. None: the
+    # kernel could not run.
+    _known: ClassVar[dict[tuple[Hashable, ...], _Probe | None]] = {}
 
     def __init__(self) -> None:
         self.unknown: set[str] = set()
 
     def probe(
-        self, func: Any, args: _Arguments, kwargs: Mapping[str, Any], flops: float
+        self, func: Operator, args: Arguments, kwargs: Options, flops: float
     ) -> _Probe | None:
         """What a call allocates; None for an operator whose kernel allocates nothing else, or cannot be run.
 
         Args:
             func: the operator.
             args: its arguments, fake or real.
-            kwargs: likewise.
+            kwargs: its keyword arguments.
             flops: the floating-point operations of the call.
         """
-        if func is _EMBEDDING_BACKWARD:  # its result may be as large as the model
-            size = args[0].numel() * args[0].element_size()
-            return None if args[0].is_contiguous() else _Probe(extra=size, saved=0)
+        if func is _EMBEDDING_BACKWARD:
+            # Not run: its result may be as large as the model.
+            return _probe_embedding_backward(args[0])
         scaled = _KERNELS.get(func)
         if scaled is None and func in _HALF_KERNELS and args[0].dtype in _HALF:
-            scaled, flops = _HALF_KERNELS[func], flops * _SLOWER
+            scaled = _HALF_KERNELS[func]
+            flops *= _SLOWER
         if scaled is None or not args[scaled[0]].dim():
             return None
-        key = (func, torch.get_num_threads(), *_described((args, kwargs)))
+        # Buffers of threads grow with their number.
+        threads = torch.get_num_threads()
+        key = (func, threads, *_signature((args, kwargs)))
         if key not in self._known:
-            self._known[key] = self._measured(func, args, kwargs, scaled, flops)
+            self._known[key] = self._measure(func, args, kwargs, scaled, flops)
         probe = self._known[key]
         if probe is None:
             self.unknown.add(func.overloadpacket.__name__)
         return probe
 
     @staticmethod
-    def _measured(
-        func: Any,
-        args: _Arguments,
-        kwargs: Mapping[str, Any],
+    def _measure(
+        func: Operator,
+        args: Arguments,
+        kwargs: Options,
         scaled: Sequence[int],
         flops: float,
     ) -> _Probe | None:
+        """Run the kernel, on fewer samples where it needs much; None where it cannot run."""
+
         def run(samples: int) -> _Probe:
-            """Run the kernel on a thread of its own: modes and the graph of a backward belong to this one."""
+            resized = _resize(args, scaled, samples)
+            # A thread of its own: modes and the graph of a backward belong to this one.
             with ThreadPoolExecutor(1) as thread:
-                return thread.submit(
-                    _run, func, _resized(args, scaled, samples), kwargs
-                ).result()
+                return thread.submit(_run, func, resized, kwargs).result()
 
         size = sum(leaf.numel() * leaf.element_size() for leaf in _tensors(args))
         work = max(size / _MOST_BYTES, flops / _MOST_FLOPS)
         samples = args[scaled[0]].shape[0]
-        fewer = samples if work <= 1 else min(samples, max(2, int(samples / work)))
+        fewer = samples
+        smallest = samples
+        if work > 1:
+            # At least two, so that there is a half.
+            fewer = min(samples, max(2, int(samples / work)))
+        if fewer < samples:
+            smallest = fewer // 2
         if size / samples * fewer > _LARGEST:
             return None
-        smallest = fewer // 2 if fewer < samples else fewer
         try:
             large = run(fewer)
-            small = large if smallest == fewer else run(smallest)
-        except (
-            RuntimeError,
-            ValueError,
-            NotImplementedError,
-        ):  # a shape that this kernel refuses
+            small = large
+            if smallest != fewer:
+                small = run(smallest)
+        except (RuntimeError, ValueError, NotImplementedError):
+            # This kernel refuses the shape.
             return None
         beyond = (samples - fewer) / max(1, fewer - smallest)
         return _Probe(
@@ -241,7 +259,13 @@ class KernelMemory:
         )
 
 
-def _run(func: Any, args: _Arguments, kwargs: Mapping[str, Any]) -> _Probe:
+def _probe_embedding_backward(gradient: Tensor) -> _Probe | None:
+    if gradient.is_contiguous():
+        return None
+    return _Probe(extra=gradient.numel() * gradient.element_size(), saved=0)
+
+
+def _run(func: Operator, args: Arguments, kwargs: Options) -> _Probe:
     """Run a kernel on zeros."""
     real = _zeros(args)
     # Gradients are enabled, or oneDNN saves nothing for backward; zeros ask for none.
@@ -249,13 +273,16 @@ def _run(func: Any, args: _Arguments, kwargs: Mapping[str, Any]) -> _Probe:
         real = _with_workspace(real)
     with record_allocations() as allocations:
         out = _call(func, real, kwargs)
-    results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-    remaining_bytes = sum(allocations.changes)
-    saved = results[-1].untyped_storage().nbytes() if func is RECURRENT else 0
-    return _Probe(extra=allocations.peak - max(0, remaining_bytes), saved=saved)
+    saved = 0
+    if func is RECURRENT:
+        *_, workspace = _tensors(out)
+        saved = workspace.untyped_storage().nbytes()
+    # The results remain: the tracker counts them.
+    remaining_bytes = max(0, sum(allocations.changes))
+    return _Probe(extra=allocations.peak - remaining_bytes, saved=saved)
 
 
-def _call(func: Any, args: _Arguments, kwargs: Mapping[str, Any]) -> Any:
+def _call(func: Operator, args: Arguments, kwargs: Options) -> Result:
     """Call a kernel; one that refuses statistics in 16 bits gets them in float32."""
     statistics = _STATISTICS.get(func, ())
     try:
@@ -263,26 +290,26 @@ def _call(func: Any, args: _Arguments, kwargs: Mapping[str, Any]) -> Any:
     except RuntimeError:
         if not statistics:
             raise
-        wide = [
-            arg.float() if index in statistics else arg
-            for index, arg in enumerate(args)
-        ]
+        wide = list(args)
+        for index in statistics:
+            wide[index] = args[index].float()
         return func(*wide, **kwargs)
 
 
-def _with_workspace(args: _Arguments) -> _Arguments:
+def _with_workspace(args: Arguments) -> Arguments:
     """The arguments of oneDNN's recurrent backward, with what the forward saves for it."""
-    values, weights, state = args[0], args[1:5], args[5:7]
+    # Forward and backward take the same arguments in different orders.
+    inputs = args[:7]
     (
         reverse, mode, hidden, layers, biases, train, bidirectional, sizes, batch_first,
     ) = args[13:_WORKSPACE]  # fmt: skip
     out = RECURRENT(
-        values, *weights, *state, reverse, sizes, mode, hidden, layers, biases, bidirectional, batch_first, train
+        *inputs, reverse, sizes, mode, hidden, layers, biases, bidirectional, batch_first, train
     )  # fmt: skip
     return (*args[:_WORKSPACE], out[-1])
 
 
-def _zeros(values: Any) -> Any:
+def _zeros(values: Arguments) -> Arguments:
     """Real tensors of the same shapes and strides."""
 
     def zero(tensor: Tensor) -> Tensor:
@@ -291,10 +318,11 @@ def _zeros(values: Any) -> Any:
         )
         return workspace.zero_()
 
-    return tree_map_only(Tensor, zero, values)
+    arguments: Arguments = tree_map_only(Tensor, zero, values)
+    return arguments
 
 
-def _resized(args: _Arguments, scaled: Sequence[int], samples: int) -> _Arguments:
+def _resize(args: Arguments, scaled: Sequence[int], samples: int) -> Arguments:
     """The arguments for fewer samples."""
     resized = list(args)
     for index in scaled:
@@ -309,11 +337,11 @@ def _resized(args: _Arguments, scaled: Sequence[int], samples: int) -> _Argument
     return tuple(resized)
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def _tensors(values: object) -> Iterator[Tensor]:
     return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
-def _described(values: Any) -> Iterator[Any]:
+def _signature(values: object) -> Iterator[Hashable]:
     """All that a kernel's memory depends on."""
     for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor):

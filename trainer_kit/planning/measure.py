@@ -9,10 +9,11 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from trainer_kit.build import choose_precision
 from trainer_kit.core.costs import optimizer_bytes, shard_bytes
@@ -127,7 +128,8 @@ def measure(
             return run(candidate, FakeTensors())
         except TrainerKitError:
             raise
-        except Exception as error:  # user code, and parts of torch that need data
+        except Exception as error:
+            # Of any class: user code, and parts of torch that need values.
             failure = error
         real_steps = real or RealSteps(size or batch_size_of(batch))
         return _measure_otherwise(
@@ -157,7 +159,8 @@ def _measure_otherwise(
     if RealSteps.can_hold(module):
         try:
             measured = real_steps.measure(candidate, run)
-        except Exception as error:  # of any class: user code
+        except Exception as error:
+            # Of any class: user code.
             reason += f", nor with it ({_described(error)})"
         else:
             return _with_inexact(measured, reason)
@@ -356,8 +359,9 @@ def _calculated(
     else:
         weights = costs.parameters
         gradients = costs.gradients
-        optimizers: list[Any] = []
-        with suppress(Exception), mode:  # user code; it may need a running fit
+        optimizers: list[Optimizer] = []
+        # Of any class: user code, which may need a running fit.
+        with suppress(Exception), mode:
             optimizers = configure_optimizers(copied).optimizers
         if optimizers:
             state = optimizer_bytes(optimizers, costs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, Protocol, final
 
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from trainer_kit.planning.kernel_memory import RECURRENT, KernelMemory, has_workspace
+from trainer_kit.planning.operators import Arguments, Operator, Options, Result
 from trainer_kit.planning.records import CATEGORIES
 
 __all__ = ["Mark", "StepMode", "StepTracker", "storages"]
@@ -34,7 +35,7 @@ _aten = torch.ops.aten
 _DEVICE: Final = torch.ops.prim.device.default
 _WAIT: Final = torch.ops._c10d_functional.wait_tensor.default
 _counter: Any = flop_counter
-_FLOPS: Final[Mapping[Any, Callable[..., int]]] = {
+_FLOPS: Final[Mapping[Operator, Callable[..., int]]] = {
     **_counter.flop_registry,
     # torch counts attention in its kernels for accelerators only.
     _aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: (
@@ -55,21 +56,34 @@ _IN_KERNEL: Final = 0
 
 def storages(values: object) -> Iterator[torch.UntypedStorage]:
     """The storages of all tensors in a tree; of a ``DTensor``, of this rank's part."""
-    for leaf in (values,) if isinstance(values, Tensor) else tree_leaves(values):
-        if isinstance(leaf, Tensor):
-            if is_traceable_wrapper_subclass(leaf):
-                names, _ = leaf.__tensor_flatten__()
-                yield from storages([getattr(leaf, name) for name in names])
-            else:
-                yield leaf.untyped_storage()
+    for leaf in _leaves(values):
+        if not isinstance(leaf, Tensor):
+            continue
+        if is_traceable_wrapper_subclass(leaf):
+            names, _ = leaf.__tensor_flatten__()
+            yield from storages([getattr(leaf, name) for name in names])
+        else:
+            yield leaf.untyped_storage()
+
+
+def _leaves(values: object) -> list[object]:
+    # Most operators return one tensor: a walk through the tree would take most of the time.
+    if isinstance(values, Tensor):
+        return [values]
+    leaves: list[object] = tree_leaves(values)
+    return leaves
 
 
 def _references(tensor: Tensor) -> tuple[int, int, int]:
     """How often a tensor and its storage are referred to, in C++ and in Python."""
     inner: Any = torch._C
     storage = inner._storage_Use_Count(tensor.untyped_storage()._cdata)
-    count = getattr(tensor, "_use_count", None)  # not in every release
-    return 0 if count is None else count(), storage, sys.getrefcount(tensor)
+    # Not in every release of torch. Without it the other two counts must tell.
+    use_count = getattr(tensor, "_use_count", None)
+    uses = 0
+    if use_count is not None:
+        uses = use_count()
+    return uses, storage, sys.getrefcount(tensor)
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -85,8 +99,8 @@ class StepMode(Protocol):
     """What the tensors of a step live in; entered as a context."""
 
     def __enter__(self) -> object: ...
-    def __exit__(self, *facts: Any) -> object: ...
-    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def __exit__(self, *exception: Any) -> object: ...
+    def call(self, func: Operator, args: Arguments, kwargs: Options) -> Result:
         """Call an operator."""
 
     def holds(self, tensor: object) -> bool:
@@ -102,14 +116,14 @@ class Mark(NamedTuple):
 
 
 @final
-class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
     """Records allocations, the collectives and the floating-point operations of what runs inside it.
 
     Enter it inside its fake mode. Storages get their category when it is known: a gradient is one after the
     backward that made it, an activation when the backward begins and it is still there.
 
     Args:
-        mode: what the tensors that count live in.
+        mode: the mode of the tensors that count.
         watch: called with every operator, its arguments and its result.
         kernels: finds what kernels allocate beside their results; None: nothing is known of them.
     """
@@ -117,28 +131,32 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self,
         mode: StepMode,
-        watch: Callable[[Any, Any, Any], None],
+        watch: Callable[[Operator, Arguments, Result], None],
         kernels: KernelMemory | None = None,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._mode, self._watch, self._kernels = mode, watch, kernels
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
+        self._mode = mode
+        self._watch = watch
+        self._kernels = kernels
         self._calibrates = False
-        self._sole: tuple[int, int, int] | None = (
-            None  # references to what only autograd holds
-        )
-        self._numbers: dict[
-            int, int
-        ] = {}  # the number of a storage that exists, by its address
+        # The numbers of references to a tensor that only autograd holds.
+        self._sole: tuple[int, int, int] | None = None
+        # The number of each storage that exists, by its address. Addresses are used again
+        # after a storage is freed; numbers are not.
+        self._numbers: dict[int, int] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sizes: dict[int, int] = {}
+        # Categories stay after the storage is gone: `peak` goes through all events.
         self._category: dict[int, str] = {}
-        self._fresh: set[int] = set()  # made in the forward that is running
+        # The storages that the running forward has made.
+        self._fresh: set[int] = set()
         self._events: list[tuple[int, int]] = []
         self._count = 0
         self._in_step = True
         self.flops = 0
         self.operators = 0
-        self.with_workspaces: set[str] = set()  # operators of libraries
+        # The operators that devices compute with libraries.
+        self.with_workspaces: set[str] = set()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -170,14 +188,17 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _number(self, storage: torch.UntypedStorage) -> int:
         address = storage._cdata
         number = self._numbers.get(address)
-        if number is None:
-            self._count += 1
-            number = self._numbers[address] = self._count
-            self._references[address] = weakref.ref(
-                storage, lambda _: self._freed(address)
-            )
-            self._sizes[number] = size = storage.nbytes()
-            self._events.append((number, size))
+        if number is not None:
+            return number
+        self._count += 1
+        number = self._count
+        size = storage.nbytes()
+        self._numbers[address] = number
+        self._sizes[number] = size
+        self._events.append((number, size))
+        # Held here: a weak reference that is itself gone calls nothing.
+        reference = weakref.ref(storage, lambda _: self._freed(address))
+        self._references[address] = reference
         return number
 
     def _freed(self, address: int) -> None:
@@ -199,64 +220,74 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self,
-        func: Any,
+        func: Operator,
         types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        args: Arguments = (),
+        kwargs: Options | None = None,
+    ) -> Result:
         """Run an operator on plain tensors; a subclass first turns its own into operators on its parts."""
-        if func is _DEVICE:  # half of all calls: Tensor.device of a fake tensor
-            return args[0].fake_device if type(args[0]) is FakeTensor else func(*args)
+        # Half of all calls: `Tensor.device` of a fake tensor.
+        if func is _DEVICE:
+            return _device_of(func, args[0])
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented
-        if (
-            func is _WAIT
-        ):  # the fake operator allocates a second tensor; the real one returns its input
+        # The fake operator allocates a second tensor; the real one returns its input.
+        if func is _WAIT:
             return args[0]
         kwargs = kwargs or {}
         backward = torch._C._current_graph_task_id() != -1
         if backward and func is _ADD and not kwargs and self._adds_in_place(*args):
             func = _aten.add_.Tensor
         out = self._mode.call(func, args, kwargs)
+        # A view computes nothing.
         self.operators += not func.is_view
         count = _FLOPS.get(func._overloadpacket)
-        flops = 0 if count is None else count(*args, **kwargs, out_val=out)
+        flops = 0
+        if count is not None:
+            flops = count(*args, **kwargs, out_val=out)
         self.flops += flops
         probe = None
         if self._kernels is not None:
             probe = self._kernels.probe(func, args, kwargs, flops)
         if has_workspace(func):
             self.with_workspaces.add(func.overloadpacket.__name__)
+        # The fake operator saves nothing for backward.
         if func is RECURRENT and probe is not None:
             out = (*out[:-1], out[-1].new_empty(probe.saved))
+        # A backward begins: what the forward has made and still exists is an activation.
         if backward and self._fresh:
             for number in self._fresh:
                 self._category.setdefault(number, "activations")
             self._fresh.clear()
-        for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
-            if self._mode.holds(leaf):
-                previous_count = self._count
-                number = self._number(leaf.untyped_storage())
-                if (
-                    number > previous_count
-                    and self._in_step
-                    and torch.is_grad_enabled()
-                ):
-                    if backward:  # a block that computes its activations again
-                        self._category[number] = "activations"
-                    else:
-                        self._fresh.add(number)
+        for leaf in _leaves(out):
+            if isinstance(leaf, Tensor) and self._mode.holds(leaf):
+                self._note_output(leaf, backward)
+        # A kernel frees what it has allocated before it returns.
         if probe is not None:
             self._events += [(_IN_KERNEL, probe.extra), (_IN_KERNEL, -probe.extra)]
         self._watch(func, args, out)
         return out
+
+    def _note_output(self, output: Tensor, backward: bool) -> None:
+        """Count the storage of an output, where it is new."""
+        previous_count = self._count
+        number = self._number(output.untyped_storage())
+        is_new = number > previous_count
+        if not is_new or not self._in_step or not torch.is_grad_enabled():
+            return
+        if backward:
+            # With gradients enabled in backward, a block computes its activations again.
+            self._category[number] = "activations"
+        else:
+            self._fresh.add(number)
 
     def calibrate(self) -> None:
         """Count the references to a gradient that nothing but autograd holds, in a small backward."""
         self._calibrates = True
         weight = torch.ones(2, requires_grad=True)
         middle = weight * 2
-        (middle * 3 + middle * 4).sum().backward()  # type: ignore[no-untyped-call]
+        loss = (middle * 3 + middle * 4).sum()
+        loss.backward()  # type: ignore[no-untyped-call]  # of torch
         self._calibrates = False
 
     def _adds_in_place(self, total: Tensor, *terms: object) -> bool:
@@ -267,16 +298,15 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(terms) != 1 or torch.is_grad_enabled():
             return False
         (term,) = terms
+        # This mode holds references too, and how many differs between releases of torch and
+        # Python: `calibrate` has counted them.
         if self._calibrates:
             self._sole = _references(total)
         elif _references(total) != self._sole:
             return False
-        same = (
-            isinstance(term, Tensor)
-            and term.shape == total.shape
-            and term.dtype == total.dtype
-        )
-        return same and _is_dense(total)
+        if not isinstance(term, Tensor) or term.shape != total.shape:
+            return False
+        return term.dtype == total.dtype and _is_dense(total)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -291,18 +321,20 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def resizes(self) -> Iterator[None]:
         """Inside, calls of ``UntypedStorage.resize_`` are seen, which are not operators."""
-        plain = torch.UntypedStorage.resize_
+        # Any: a method is replaced, which the checker does not allow.
+        storage_class: Any = torch.UntypedStorage
+        plain = storage_class.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             resized: torch.UntypedStorage = plain(storage, size)
             self.resized(storage)
             return resized
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        storage_class.resize_ = resize
         try:
             yield
         finally:
-            torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
+            storage_class.resize_ = plain
 
     # -- the result ----------------------------------------------------------------------------------------------
 
@@ -317,15 +349,24 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             since: the number of events before the step, from `mark`.
             left_out: the categories that do not count, because their tensors are elsewhere.
         """
-        now: Counter[str] = Counter()
-        total = highest = 0
+        # From the first event on: what was allocated before the step is held in it too.
+        held_bytes: Counter[str] = Counter()
+        total = 0
+        highest = 0
         at_peak: dict[str, int] = {}
         for index, (number, change) in enumerate(self._events):
             category = self._category.get(number, "temporary")
             if category in left_out:
                 continue
-            now[category] += change
+            held_bytes[category] += change
             total += change
             if index >= since and total > highest:
-                highest, at_peak = total, dict(now)
+                highest = total
+                at_peak = dict(held_bytes)
         return {category: at_peak.get(category, 0) for category in CATEGORIES}
+
+
+def _device_of(func: Operator, tensor: Tensor) -> Result:
+    if type(tensor) is FakeTensor:
+        return tensor.fake_device
+    return func(tensor)

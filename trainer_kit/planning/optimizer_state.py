@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer_kit.core.tensors import local
+from trainer_kit.core.types import ParamGroup
 
 __all__ = ["state_of"]
 
@@ -17,7 +18,7 @@ _LEAST: Final = 4096
 _FLOAT: Final = 4
 """Bytes of a float32."""
 
-_Size: TypeAlias = Callable[[Tensor, Mapping[str, Any]], float]
+_Size: TypeAlias = Callable[[Tensor, ParamGroup], float]
 
 
 def _plain(moments: int) -> _Size:
@@ -31,8 +32,9 @@ def _quantized(moments: int, bits: int, block: int) -> _Size:
     """The state of an optimizer that keeps quantized moments, with a scale for each block."""
     moments_state = _plain(moments)
 
-    def size(parameter: Tensor, group: Mapping[str, Any]) -> float:
+    def size(parameter: Tensor, group: ParamGroup) -> float:
         count = parameter.numel()
+        # The libraries quantize whole blocks of large parameters only.
         if count < _LEAST or count % block:
             return moments_state(parameter, group)
         return moments * (count * bits / 8 + _FLOAT * count / block) + _FLOAT
@@ -40,7 +42,7 @@ def _quantized(moments: int, bits: int, block: int) -> _Size:
     return size
 
 
-def _factored(parameter: Tensor, group: Mapping[str, Any]) -> float:
+def _factored(parameter: Tensor, group: ParamGroup) -> float:
     """Adafactor: a row and a column of a matrix, a first moment only with ``beta1``, and one number."""
     count = parameter.numel()
     elements = count
@@ -90,13 +92,12 @@ def state_of(optimizers: Iterable[Optimizer]) -> tuple[int, tuple[str, ...]]:
     for optimizer in optimizers:
         name = type(optimizer).__name__
         size = _SIZES.get(name)
+        line = f"the state of {name} is calculated, and what its step allocates is not in it"
         if size is None:
             size = _plain(2)
-            lines[f"the state of {name} is unknown, assumed Adam's"] = None
-        else:
-            lines[
-                f"the state of {name} is calculated, and what its step allocates is not in it"
-            ] = None
+            line = f"the state of {name} is unknown, assumed Adam's"
+        # A dictionary keeps the order, and each line once.
+        lines[line] = None
         for group in optimizer.param_groups:
             trained = [local(each) for each in group["params"] if each.requires_grad]
             total += sum(size(parameter, group) for parameter in trained)

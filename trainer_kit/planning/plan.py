@@ -183,7 +183,8 @@ def _machines(candidate: Candidate, question: Question) -> int:
 def _strategy_source(candidate: Candidate) -> str:
     """The value of ``Trainer(strategy=...)``, as source."""
     strategy = candidate.strategy
-    if strategy.startswith("hsdp"):  # the Trainer shards within a machine
+    # Without its number: the Trainer shards within a machine.
+    if strategy.startswith("hsdp"):
         return '"hsdp"'
     if inner_ranks(candidate) > 1:
         axis = strategy[:2]
@@ -331,7 +332,9 @@ def _cells(number: int, row: Row, plan: Plan) -> list[str]:
 
 
 def _yes_or_no(value: bool) -> str:
-    return "yes" if value else "no"
+    if value:
+        return "yes"
+    return "no"
 
 
 def _speed(estimate: Estimate) -> str:
@@ -447,7 +450,9 @@ def _bars(row: Row, limit: int, scale: float) -> Iterator[str]:
         if len(row.measured.memory) > 1:
             batch += f", rank role {number}"
         peak = sum(role.values())
-        over = " over" if peak > limit else ""
+        over = ""
+        if peak > limit:
+            over = " over"
         yield (
             f'<div class="name">{escape(_short(row))}<small>{batch}</small></div>'
             f'<div class="bar">{_segments(role, scale)}<u style="left:{100 * limit / scale:.2f}%"></u></div>'

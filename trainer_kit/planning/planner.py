@@ -28,6 +28,7 @@ from trainer_kit.core.errors import ConfigurationError, TrainerKitError, add_not
 from trainer_kit.core.module import TrainModule, build_once
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.core.state_names import uncompiled
+from trainer_kit.core.types import Batch, HyperParameters, Loaders
 from trainer_kit.data import CombinedLoader, Feed, is_tree
 from trainer_kit.data.source import (
     RandomGenerator,
@@ -112,8 +113,9 @@ def plan_fit(
     module = _check_planned_module(trainer, module)
     strategies = _unique_names("strategies", strategies, check_strategy_name)
     precisions = _unique_names("precisions", precisions, make_precision)
+    # Here too: a wrong name must be an error before data is prepared.
     if device not in (None, "cpu"):
-        find_device(device)  # a wrong name is an error before data is prepared
+        find_device(device)
     if arguments is None:
         arguments = trainer.arguments
     batch, size = _prepare_batch(trainer, module, loaders, datamodule)
@@ -170,7 +172,10 @@ def _measure_with(
     arguments: Mapping[str, object],
 ) -> Callable[[Candidate], Measured]:
     """A function that measures a candidate with this trainer, module and batch of ``size`` samples."""
-    accelerator = "cpu" if device_name == "cpu" else "cuda"
+    accelerator = "cuda"
+    if device_name == "cpu":
+        accelerator = "cpu"
+    # One for all candidates, which share the real steps of a strategy.
     real_steps = RealSteps(size)
     strategy = _users_strategy(trainer, arguments)
 
@@ -214,8 +219,12 @@ def _worlds(
     check_type("Trainer.plan", "world", world, int | Sequence[int])
     check_type("Trainer.plan", "device", device, str | None)
     check_type("Trainer.plan", "global_batch_size", global_batch, int | None)
-    sizes = {world} if isinstance(world, int) else set(world)
-    worlds = tuple(sorted(sizes))
+    sizes: Sequence[int] = ()
+    if isinstance(world, int):
+        sizes = (world,)
+    else:
+        sizes = world
+    worlds = tuple(sorted(set(sizes)))
     if not worlds or worlds[0] < 1:
         raise ConfigurationError(
             "a plan needs at least 1 rank",
@@ -338,8 +347,10 @@ def _first_batch(loaders: object) -> tuple[object, int]:
             fix="pass a DataLoader: DataLoader(dataset, batch_size=32)",
         )
     generators = _generators_of_loaders(loaders)
+    # The fit after the plan must draw the same order as without it.
     states = generator_states(generators)
-    feed = Feed(loaders, shard=False)  # it counts samples as in a fit
+    # A feed counts samples as a fit does.
+    feed = Feed(loaders, shard=False)
     batch, size = next(feed.sized_epoch(0), (None, 0))
     feed.close()
     restore_generators(generators, states)
@@ -350,7 +361,7 @@ def _first_batch(loaders: object) -> tuple[object, int]:
     return batch, size
 
 
-def _generators_of_loaders(loaders: Any) -> list[RandomGenerator]:
+def _generators_of_loaders(loaders: Loaders) -> list[RandomGenerator]:
     """The random generators that reading a batch draws from."""
     if is_tree(loaders):
         loaders = CombinedLoader(loaders, "max_size_cycle")
@@ -376,7 +387,7 @@ def _generator_owners(loader: object) -> list[object]:
 
 
 def _global_batch(
-    trainer: Session, arguments: Mapping[str, Any], size: int, notes: list[str]
+    trainer: Session, arguments: HyperParameters, size: int, notes: list[str]
 ) -> int:
     """Samples of a step in the script's own configuration."""
     samples = trainer.settings.global_batch_size
@@ -394,7 +405,8 @@ def _global_batch(
         ranks = int(devices) * int(arguments.get("num_nodes", 1))
         unknown = ""
     window = trainer.accumulate_grad_batches
-    if not isinstance(window, int):  # numbers by epoch
+    # Numbers by epoch: the first epochs may differ from those that take most of the time.
+    if not isinstance(window, int):
         window = 1
     samples = size * ranks * window
     notes.append(
@@ -511,7 +523,9 @@ def _precisions(
     if not name.startswith("32"):
         notes.append(f"precision: the script's {name}")
         return (name,)
-    mixed = "bf16-mixed" if device.bf16 else "16-mixed"
+    mixed = "16-mixed"
+    if device.bf16:
+        mixed = "bf16-mixed"
     notes.append(
         f"precision: the script's {name}, and {mixed}, whose results differ by its rounding: check with verify"
     )
@@ -519,7 +533,7 @@ def _precisions(
 
 
 def _with_tokens(
-    assumptions: Assumptions, module: TrainModule, batch: Any, size: int
+    assumptions: Assumptions, module: TrainModule, batch: Batch, size: int
 ) -> Assumptions:
     """Tokens of a sample, where the module's ``loss_weight`` counts them."""
     if assumptions.tokens is not None:
@@ -536,7 +550,9 @@ def _describe_auto(
     """What ``strategy="auto"`` chooses on this device, and why the table shows another choice, where it does."""
     needed = training_bytes(module, precision, True)
     memory = int(device.memory * 1e9)
-    automatic = "ddp" if whole_copies_fit(needed, memory) else "fsdp"
+    automatic = "fsdp"
+    if whole_copies_fit(needed, memory):
+        automatic = "ddp"
     text = (
         f'strategy="auto" takes {automatic}: '
         f"{in_units(needed)} of training state (as with Adam) in {in_units(memory)}"
@@ -587,7 +603,9 @@ def _estimate_notes(
 
 def _describe_peak(device: Device, precision: str) -> str:
     peak = device.flops(precision)
-    rate = "unknown" if peak is None else f"{peak / 1e12:.3g} TFLOP/s"
+    rate = "unknown"
+    if peak is not None:
+        rate = f"{peak / 1e12:.3g} TFLOP/s"
     if "32" not in precision:
         return f"{precision} {rate}"
     matmul = torch.get_float32_matmul_precision()

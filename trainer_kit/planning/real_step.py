@@ -17,9 +17,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from trainer_kit.core.costs import shard_bytes
 from trainer_kit.core.display import plural
 from trainer_kit.core.tensors import map_leaves, tensors_of
+from trainer_kit.core.types import Batch
 from trainer_kit.data.sizes import batch_size_of
 from trainer_kit.planning.fake_world import resized_lists, sample_dimension
 from trainer_kit.planning.kernel_memory import Allocations, record_allocations
+from trainer_kit.planning.operators import Arguments, Operator, Options, Result
 from trainer_kit.planning.records import CATEGORIES, Candidate, Measured, Traffic
 
 __all__ = ["LARGEST", "RealMode", "RealSteps", "RealTensors", "real_batch"]
@@ -44,10 +46,10 @@ class RealMode:
     def __enter__(self) -> RealMode:
         return self
 
-    def __exit__(self, *facts: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         return None
 
-    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call(self, func: Operator, args: Arguments, kwargs: Options) -> Result:
         """Call an operator."""
         return func(*args, **kwargs)
 
@@ -72,19 +74,20 @@ class RealTensors:
 
     def module(self, module: nn.Module) -> Any:
         """A copy with values; weights on the meta device get initial ones."""
-        memo: dict[int, Any] = {}
+        memo: dict[int, object] = {}
         trainer = vars(module).get("trainer")
-        if trainer is not None:  # copying it would copy a whole run
+        # Copying the Trainer would copy a whole run.
+        if trainer is not None:
             memo[id(trainer)] = None
         copied = copy.deepcopy(module, memo)
         _initialize(copied)
         return copied
 
-    def batch(self, batch: Any, samples: int, size: int | None) -> Any:
+    def batch(self, batch: Batch, samples: int, size: int | None) -> Batch:
         """The first samples of a batch, repeated where it has fewer."""
         return real_batch(batch, samples, size or batch_size_of(batch))
 
-    def running(self, batch: Any) -> AbstractContextManager[None]:
+    def running(self, batch: Batch) -> AbstractContextManager[None]:
         """Nothing."""
         return nullcontext()
 
@@ -96,7 +99,8 @@ class RealTensors:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """The allocator records, from the copy of the module on: it does not see what was allocated before freed."""
-        gc.collect()  # of earlier runs, whose end would count
+        # Garbage of earlier runs, whose end would count.
+        gc.collect()
         with record_allocations() as allocations:
             self.records.append(allocations)
             yield
@@ -135,11 +139,13 @@ def _fill(name: str, tensor: Tensor) -> None:
     """Small random numbers for matrices, ones for the weights of norms, zeros for the rest."""
     if tensor.dim() > 1 and tensor.is_floating_point():
         tensor.normal_(0, 0.02)
+    elif name.endswith("weight"):
+        tensor.fill_(1)
     else:
-        tensor.fill_(1 if name.endswith("weight") else 0)
+        tensor.fill_(0)
 
 
-def real_batch(batch: Any, samples: int, size: int) -> Any:
+def real_batch(batch: Batch, samples: int, size: int) -> Batch:
     """A copy of a batch with another number of samples: its rows in order, again from the first where it has fewer.
 
     Example:
@@ -151,11 +157,13 @@ def real_batch(batch: Any, samples: int, size: int) -> Any:
     dimension_of = sample_dimension(batch, size)
     rows_are_shared = all(dimension_of(tensor) is None for tensor in tensors_of(batch))
 
-    def resized(value: Any) -> Any:
+    def resized(value: object) -> object:
         if isinstance(value, Tensor):
             dimension = dimension_of(value)
+            # A copy, because a step may change its batch in place.
             if samples == size or not value.dim():
                 return value.detach().clone()
+            # Nodes of a graph, for example: no rows belong to one sample.
             if dimension is None and rows_are_shared:
                 raise TypeError(
                     "a batch whose samples share rows cannot be made in another size"
@@ -189,6 +197,8 @@ class _RealStep:
         return self.measured.candidate.micro_batch
 
 
+_Pair: TypeAlias = tuple[_RealStep | None, _RealStep]
+"""A step with half of the samples, None where that cannot run, and one with all of them."""
 _Run: TypeAlias = Callable[[Candidate, RealTensors], Measured]
 
 
@@ -202,9 +212,9 @@ class RealSteps:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._pairs: dict[
-            Candidate, tuple[_RealStep | None, _RealStep] | Exception
-        ] = {}
+        # By candidate with a micro-batch of 1, for all sizes; an error of user code, which
+        # would fail again.
+        self._pairs: dict[Candidate, _Pair | Exception] = {}
 
     @staticmethod
     def can_hold(module: nn.Module) -> bool:
@@ -225,9 +235,8 @@ class RealSteps:
         if key not in self._pairs:
             try:
                 self._pairs[key] = self._pair(candidate, run)
-            except (
-                Exception
-            ) as error:  # of any class: user code, which would fail again
+            except Exception as error:
+                # Of any class: user code.
                 self._pairs[key] = error
         pair = self._pairs[key]
         if isinstance(pair, Exception):
@@ -241,17 +250,18 @@ class RealSteps:
             line = (
                 f"a step ran for real on the CPU with {small.samples} and "
                 f"{plural(large.samples, 'sample')}; memory of "
+                "other sizes is on the line through both"
             )
-            line += "other sizes is on the line through both"
             measured = _on_line(small, large, candidate)
-        notes, inexact = (line, *measured.notes), (line, *measured.inexact)
         return replace(
-            measured, candidate=candidate, exact=False, notes=notes, inexact=inexact
+            measured,
+            candidate=candidate,
+            exact=False,
+            notes=(line, *measured.notes),
+            inexact=(line, *measured.inexact),
         )
 
-    def _pair(
-        self, candidate: Candidate, run: _Run
-    ) -> tuple[_RealStep | None, _RealStep]:
+    def _pair(self, candidate: Candidate, run: _Run) -> _Pair:
         """Run half of the loader's batch, and all of it; of a batch of one sample, one and two."""
 
         def run_size(samples: int) -> _RealStep:
@@ -262,53 +272,50 @@ class RealSteps:
         large = run_size(max(2, self.size))
         try:
             return run_size(large.samples // 2), large
-        except (
-            Exception
-        ):  # of any class; a graph cannot be halved, a batch norm refuses one sample
+        except Exception:
+            # Of any class: a graph cannot be halved, a batch norm refuses one sample.
             return None, large
 
 
 def _in_proportion(step: _RealStep, candidate: Candidate) -> Measured:
     """What a candidate needs if all but the state grows with the samples."""
     share = candidate.micro_batch / step.samples
-    memory = tuple(
-        {key: round(role[key] * (1 if key in _STATE else share)) for key in CATEGORIES}
-        for role in step.measured.memory
-    )
-    return replace(
-        step.measured, memory=memory, flops=round(share * step.measured.flops)
-    )
+    memory = []
+    for role in step.measured.memory:
+        scaled = {name: round(role[name] * share) for name in CATEGORIES}
+        scaled |= {name: role[name] for name in _STATE}
+        memory.append(scaled)
+    flops = round(share * step.measured.flops)
+    return replace(step.measured, memory=tuple(memory), flops=flops)
 
 
 def _on_line(small: _RealStep, large: _RealStep, candidate: Candidate) -> Measured:
     """What a candidate needs if each allocation and each transfer grows by the same for each sample."""
-    few, many = small.measured, large.measured
+    few = small.measured
+    many = large.measured
     share = (candidate.micro_batch - small.samples) / (large.samples - small.samples)
 
     def between(low: float, high: float) -> int:
+        # Below the smaller size the line may fall under 0.
         return max(0, round(low + share * (high - low)))
 
-    peaks = [
-        _peak_between(*records, share)
-        for records in zip(small.records, large.records, strict=True)
-    ]
-    before = {(each.kind, each.axis): each for each in few.traffic}
+    memory = []
+    records = zip(small.records, large.records, strict=True)
+    for role, (low_record, high_record) in zip(many.memory, records, strict=True):
+        peak = _peak_between(low_record, high_record, share)
+        memory.append(_with_peak(role, peak - many.host))
+    low_traffic = {(traffic.kind, traffic.axis): traffic for traffic in few.traffic}
 
-    def sent(after: Traffic) -> Traffic:
-        low = before.get((after.kind, after.axis))
-        return (
-            after
-            if low is None
-            else replace(after, bytes=between(low.bytes, after.bytes))
-        )
+    def scale_traffic(high: Traffic) -> Traffic:
+        low = low_traffic.get((high.kind, high.axis))
+        if low is None:
+            return high
+        return replace(high, bytes=between(low.bytes, high.bytes))
 
     return replace(
         many,
-        memory=tuple(
-            _with_peak(role, peak - many.host)
-            for role, peak in zip(many.memory, peaks, strict=True)
-        ),
-        traffic=tuple(map(sent, many.traffic)),
+        memory=tuple(memory),
+        traffic=tuple(map(scale_traffic, many.traffic)),
         flops=between(few.flops, many.flops),
         operators=between(few.operators, many.operators),
     )
@@ -319,17 +326,18 @@ def _peak_between(few: Allocations, many: Allocations, share: float) -> int:
 
     Of steps that allocate in another order, it is on the line through their peaks.
     """
-    lows, highs = few.changes[few.begin :], many.changes[many.begin :]
+    lows = few.changes[few.begin :]
+    highs = many.changes[many.begin :]
     if not _are_alike(lows, highs):
         return round(few.peak + share * (many.peak - few.peak))
-    low, high = sum(few.changes[: few.begin]), sum(many.changes[: many.begin])
-    between = Allocations()
-    between.begin = 1
-    between.changes = [
-        round(low + share * (high - low))
-        for low, high in zip([low, *lows], [high, *highs], strict=True)
-    ]
-    return between.peak
+    # The peak of a sum of lines need not be on the line through the peaks: which
+    # allocation makes it may differ between the sizes. Before the step only a sum counts.
+    lows.insert(0, sum(few.changes[: few.begin]))
+    highs.insert(0, sum(many.changes[: many.begin]))
+    changes = []
+    for low, high in zip(lows, highs, strict=True):
+        changes.append(round(low + share * (high - low)))
+    return Allocations(changes, begin=1).peak
 
 
 def _are_alike(lows: Sequence[int], highs: Sequence[int]) -> bool:
@@ -345,8 +353,11 @@ def _are_alike(lows: Sequence[int], highs: Sequence[int]) -> bool:
 def _with_peak(memory: Mapping[str, int], peak: int) -> dict[str, int]:
     """Memory by category with another peak, of which the state is the same."""
     state = sum(memory[key] for key in _STATE)
-    other_bytes, before = max(0, peak - state), sum(memory.values()) - state
-    activations = round(other_bytes * memory["activations"] / before) if before else 0
+    other_bytes = max(0, peak - state)
+    other_bytes_before = sum(memory.values()) - state
+    activations = 0
+    if other_bytes_before:
+        activations = round(other_bytes * memory["activations"] / other_bytes_before)
     return {
         **memory,
         "activations": activations,

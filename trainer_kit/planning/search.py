@@ -138,8 +138,10 @@ def search(
 
 def _rank(precisions: Sequence[str], row: Row) -> tuple[bool, float, int, int]:
     """Fast ones first; of equally fast ones the script's precision, then that which needs less memory."""
+    # All alike: the sort is stable, and leaves them in the order in which they were tried.
     if row.estimate is None or row.measured is None:
-        return True, 0.0, 0, 0  # in the order in which they were tried
+        return True, 0.0, 0, 0
+    # Differences beyond three digits are smaller than the error of an estimate.
     speed = float(f"{row.estimate.samples_per_second:.3g}")
     return False, -speed, precisions.index(row.candidate.precision), row.measured.peak
 
@@ -197,6 +199,8 @@ class _Search:
         if row.measured is None or not row.measured.ran:
             return
         fits = row.estimate is not None
+        # Where the whole batch fits, or the state alone does not, checkpointing saves
+        # nothing that is needed.
         fits_whole = fits and row.candidate.accumulate == 1
         if not fits_whole and self._state(row.measured) <= self.question.limit:
             checkpointing_row = self._row(
@@ -215,7 +219,8 @@ class _Search:
             measured = self._largest(single_sample, self._sizes(single_sample))
             if measured.peak <= self.question.limit:
                 measured = self._scaled(measured)
-        except Exception as error:  # of the user's module too, which may raise anything
+        except Exception as error:
+            # Of the user's module too, which may raise anything.
             reason = f"cannot be built: {_text(error)}"
             return _unranked_row(single_sample, None, reason)
         candidate = measured.candidate
@@ -226,6 +231,8 @@ class _Search:
             notes = "; ".join(measured.notes).removeprefix(CALCULATED)
             reason = f"weights, gradients and optimizer state need {state}; the rest is unknown: {notes}"
             return _unranked_row(candidate, measured, reason)
+        # MFU does not count recomputed activations: the row without checkpointing, which is
+        # measured first, knows the FLOPs of the model.
         if not candidate.activation_checkpointing:
             samples = candidate.micro_batch * candidate.accumulate
             self._flops[_flops_key(candidate)] = measured.flops / samples
@@ -259,6 +266,7 @@ class _Search:
         while half % 2 == 0:
             half //= 2
             sizes.add(half)
+        # A pipeline needs a micro-batch for each stage.
         stages = 1
         if candidate.strategy.startswith("pp"):
             stages = inner
@@ -292,7 +300,8 @@ class _Search:
         """The smallest micro-batch that runs, with its index in ``sizes``; the last one has been measured."""
         for index, size in enumerate(sizes[:-1]):
             smallest = self._run(single_sample, size, sizes)
-            if smallest.ran:  # a batch norm refuses a single sample
+            # A batch norm refuses a single sample.
+            if smallest.ran:
                 return index, smallest
         return len(sizes) - 1, largest
 
@@ -317,8 +326,9 @@ class _Search:
             return None
         measured_slope = (largest.peak - measured.peak) / (sizes[-1] - size)
         next_size = sizes[sizes.index(size) + 1]
+        # A larger one may fit.
         if measured.peak + measured_slope * (next_size - size) <= limit:
-            return None  # a larger one may fit
+            return None
         return measured
 
     def _run(
@@ -335,7 +345,9 @@ class _Search:
     @staticmethod
     def _key(candidate: Candidate) -> Candidate:
         """Whole copies are the same in every world of more than one rank, and so is what they exchange."""
-        return replace(candidate, world=2) if candidate.strategy == "ddp" else candidate
+        if candidate.strategy == "ddp":
+            return replace(candidate, world=2)
+        return candidate
 
     def _measure_once(self, candidate: Candidate) -> Measured:
         key = self._key(candidate)

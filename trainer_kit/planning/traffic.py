@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Final, final
+from typing import Final, final
 
 import torch.distributed as dist
 from torch.distributed._tools.fake_collectives import (
@@ -13,6 +13,7 @@ from torch.distributed._tools.fake_collectives import (
     sync_ops,
 )
 
+from trainer_kit.planning.operators import Arguments, Operator, Result
 from trainer_kit.planning.records import Traffic
 
 __all__ = ["TrafficCounter"]
@@ -47,19 +48,17 @@ class TrafficCounter:
         self._counts: Counter[tuple[str, str]] = Counter()
         self._bytes: Counter[tuple[str, str]] = Counter()
 
-    def see(self, func: Any, args: Any, out: Any) -> None:
+    def see(self, func: Operator, args: Arguments, out: Result) -> None:
         """Count an operator, if it is a collective."""
+        # Operators that only wait for a collective send nothing themselves.
         if func not in collective_ops or func in sync_ops:
             return
-        ranks = tuple(
-            dist.get_process_group_ranks(CollectiveOp.get_process_group(func, args))
-        )
+        group = CollectiveOp.get_process_group(func, args)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        # A group of one rank sends nothing.
         if len(ranks) > 1:
-            self.add(
-                _kind(str(func)),
-                ranks,
-                CollectiveOp.get_comm_tensor_size(func, out, args, {}),
-            )
+            size = CollectiveOp.get_comm_tensor_size(func, out, args, {})
+            self.add(_kind(str(func)), ranks, size)
 
     def add(self, kind: str, ranks: tuple[int, ...], size: int, count: int = 1) -> None:
         """Count collectives over these ranks."""
@@ -79,11 +78,14 @@ class TrafficCounter:
             Traffic(kind=kind, axis=axis, count=count, bytes=self._bytes[kind, axis])
             for (kind, axis), count in self._counts.items()
         ]
-        return tuple(sorted(calls, key=lambda one: (-one.bytes, one.kind, one.axis)))
+        # By name too: the order must not depend on which collective ran first.
+        calls.sort(key=lambda traffic: (-traffic.bytes, traffic.kind, traffic.axis))
+        return tuple(calls)
 
 
 def _kind(operator: str) -> str:
     for kind, names in _KINDS.items():
         if any(name in operator for name in names):
             return kind
+    # A collective that a later torch adds is shown by its own name.
     return operator.partition(".")[2].partition(".")[0].strip("_")

@@ -13,10 +13,12 @@ from torch.optim import Optimizer
 from trainer_kit.build import choose_precision
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.tensors import tensors_of
+from trainer_kit.core.types import Batch
 from trainer_kit.planning.candidates import axes_of, strategy_for
 from trainer_kit.planning.fake_mode import FastFakeMode
 from trainer_kit.planning.fake_world import (
     FakeReplicas,
+    Mail,
     adapted,
     fake_batch,
     fake_mail,
@@ -63,10 +65,10 @@ class StepTensors(Protocol):
     def module(self, module: nn.Module) -> Any:
         """A copy of the module."""
 
-    def batch(self, batch: Any, samples: int, size: int | None) -> Any:
+    def batch(self, batch: Batch, samples: int, size: int | None) -> Batch:
         """A copy of the batch with this number of samples."""
 
-    def running(self, batch: Any) -> AbstractContextManager[None]:
+    def running(self, batch: Batch) -> AbstractContextManager[None]:
         """What surrounds all steps."""
 
     def stepping(self) -> AbstractContextManager[None]:
@@ -93,11 +95,11 @@ class FakeTensors:
         """A copy without values."""
         return fake_module(module, self.mode)
 
-    def batch(self, batch: Any, samples: int, size: int | None) -> Any:
+    def batch(self, batch: Batch, samples: int, size: int | None) -> Batch:
         """A batch without values."""
         return fake_batch(batch, samples, self.mode, size)
 
-    def running(self, batch: Any) -> AbstractContextManager[None]:
+    def running(self, batch: Batch) -> AbstractContextManager[None]:
         """Models of transformers get no values in which to find packed sequences."""
         return unpacked(batch)
 
@@ -150,7 +152,7 @@ class Trial:
     def __init__(
         self,
         module: nn.Module,
-        batch: Any,
+        batch: Batch,
         candidate: Candidate,
         trainer: Session | None,
         accelerator: str,
@@ -158,9 +160,14 @@ class Trial:
         tensors: StepTensors,
         optimizes: bool = True,
     ) -> None:
-        self.module, self.batch, self.candidate = module, batch, candidate
-        self.trainer, self.accelerator, self.size = trainer, accelerator, size
-        self.tensors, self.optimizes = tensors, optimizes
+        self.module = module
+        self.batch = batch
+        self.candidate = candidate
+        self.trainer = trainer
+        self.accelerator = accelerator
+        self.size = size
+        self.tensors = tensors
+        self.optimizes = optimizes
 
     def run(self) -> list[Role]:
         """Run the steps on a rank of each stage.
@@ -170,10 +177,12 @@ class Trial:
         """
         world = self.candidate.world
         stages = strategy_for(self.candidate).places(world).get("pp", 1)
-        box: dict[int, list[Any]] = {}
+        # One rank of each stage: the others of a stage hold and send the same. A stage
+        # learns the shapes of its inputs from the one before, which has run by then.
+        box: Mail = {}
         return [self._role(stage * world // stages, box) for stage in range(stages)]
 
-    def _role(self, rank: int, box: dict[int, list[Any]]) -> Role:
+    def _role(self, rank: int, box: Mail) -> Role:
         """Run the steps on one rank."""
         candidate = self.candidate
         strategy = strategy_for(candidate)
@@ -189,8 +198,11 @@ class Trial:
         ):
             strategy.start()
             counter = TrafficCounter(axes_of(strategy))
-            fake = isinstance(self.tensors, FakeTensors)
-            kernels = KernelMemory() if on_cpu and fake else None
+            # Of a real step the allocator records what kernels allocate; of the kernels of
+            # an accelerator nothing is known here.
+            kernels = None
+            if on_cpu and isinstance(self.tensors, FakeTensors):
+                kernels = KernelMemory()
             tracker = StepTracker(self.tensors.mode, counter.see, kernels)
             state = 0
             inexact: tuple[str, ...] = ()
@@ -203,19 +215,23 @@ class Trial:
                 run.windows.release()
             finally:
                 strategy.stop()
-        away = (
-            _HOST if candidate.offload and not on_cpu else ()
-        )  # on a CPU it is the same memory
-        memory = tracker.peak(since.events, left_out=away)
+        # On a CPU host and device are the same memory.
+        offloaded: tuple[str, ...] = ()
+        if candidate.offload and not on_cpu:
+            offloaded = _HOST
+        memory = tracker.peak(since.events, left_out=offloaded)
         memory = self.tensors.whole(memory)
-        on_host = (
-            tracker.peak(since.events, left_out=set(CATEGORIES) - set(away))
-            if away
-            else {}
-        )
-        host = sum(on_host.values()) + state * bool(away)
-        if not away:
+        host = 0
+        if offloaded:
+            # Two peaks: host and device need not hold most at the same time.
+            on_device = set(CATEGORIES) - set(offloaded)
+            on_host = tracker.peak(since.events, left_out=on_device)
+            host = sum(on_host.values()) + state
+        else:
             memory["optimizer"] += state
+        unknown: frozenset[str] = frozenset()
+        if kernels is not None:
+            unknown = frozenset(kernels.unknown)
         return Role(
             memory=memory,
             host=host,
@@ -223,7 +239,7 @@ class Trial:
             flops=tracker.flops - since.flops,
             operators=tracker.operators - since.operators,
             with_workspaces=frozenset(tracker.with_workspaces),
-            unknown=frozenset() if kernels is None else frozenset(kernels.unknown),
+            unknown=unknown,
             inexact=inexact,
         )
 
@@ -237,6 +253,8 @@ class Trial:
         def note(parameter: Tensor) -> None:
             tracker.note(parameter.grad, "gradients")
 
+        # A gradient is known as one as soon as it is complete, for the peak may be inside
+        # of the backward.
         for parameter in run.module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(note)
@@ -252,6 +270,7 @@ class Trial:
                     tensors.begin()
                 tracker.note(list(tensors_of(window.batches)), "activations")
                 run.forward_backward(window)
+                # Before the step, which drops gradients, and after it, which makes state.
                 tracker.note_state(state, optimizers)
                 self._step(run, window, tracker)
                 tracker.note_state(state, optimizers)
@@ -267,7 +286,8 @@ class Trial:
         try:
             with tracker.stepping(), self.tensors.stepping():
                 run.stepper.step(window)
-        except Exception as error:  # of any class: code of an optimizer
+        except Exception as error:
+            # Of any class: code of an optimizer.
             raise OptimizerFailed from error
 
     def _composed(self, strategy: Strategy, precision: Precision) -> Fit:
@@ -281,7 +301,8 @@ class Trial:
         with self.tensors.mode:
             module.trainer = session
             build_module(session, module, "fit")
-            module.trainer = session  # again, for submodules that configure_model built
+            # Again, for submodules that `configure_model` has built.
+            module.trainer = session
             module.train()
             loader = [batch] * (self.candidate.accumulate * (1 + _WARM_UP))
             session.training_loaders.use(loader)
@@ -369,8 +390,9 @@ def _without_data(settings: Settings) -> Settings:
 
 def _step_together(optimizers: Sequence[Optimizer]) -> None:
     """Choose what torch chooses on an accelerator: one operator for all tensors."""
-    for group in (
-        group for optimizer in optimizers for group in optimizer.param_groups
-    ):
-        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-            group["foreach"] = True
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            # None lets torch choose, by the device of the tensors, which is the CPU here.
+            is_open = "foreach" in group and group["foreach"] is None
+            if is_open and not group.get("fused"):
+                group["foreach"] = True
