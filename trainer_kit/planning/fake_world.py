@@ -50,7 +50,8 @@ __all__ = [
 _torch_swap_tensors: Any = torch.utils.swap_tensors
 
 
-Mail: TypeAlias = dict[int, list[list[object]]]
+_Objects: TypeAlias = list[object]
+Mail: TypeAlias = dict[int, list[_Objects]]
 """Lists of objects that wait for their receiver, by its rank in its group."""
 
 
@@ -62,14 +63,20 @@ def fake_mail(box: Mail) -> Iterator[None]:
         box: by the receiver's rank in its group; fake worlds that run one after the other share it.
     """
 
-    def post(objects: list[object], *, group_dst: int, **options: object) -> None:
-        box.setdefault(group_dst, []).append(list(objects))
+    def post(objects: _Objects, *, group_dst: int, **options: object) -> None:
+        letters = box.setdefault(group_dst, [])
+        letters.append(list(objects))
 
     def fetch(
-        objects: list[object], *, group: dist.ProcessGroup, **options: object
+        objects: _Objects,
+        *,
+        group: dist.ProcessGroup,
+        **options: object,
     ) -> None:
+        receiver = dist.get_rank(group)
+        letters = box[receiver]
         # In place: the caller reads its own list.
-        objects[:] = box[dist.get_rank(group)].pop(0)
+        objects[:] = letters.pop(0)
 
     with _replaced((dist, "send_object_list", post), (dist, "recv_object_list", fetch)):
         yield

@@ -329,15 +329,21 @@ def _peak_between(few: Allocations, many: Allocations, share: float) -> int:
     lows = few.changes[few.begin :]
     highs = many.changes[many.begin :]
     if not _are_alike(lows, highs):
-        return round(few.peak + share * (many.peak - few.peak))
+        growth = many.peak - few.peak
+        return round(few.peak + share * growth)
     # The peak of a sum of lines need not be on the line through the peaks: which
     # allocation makes it may differ between the sizes. Before the step only a sum counts.
-    lows.insert(0, sum(few.changes[: few.begin]))
-    highs.insert(0, sum(many.changes[: many.begin]))
+    low_before = sum(few.changes[: few.begin])
+    high_before = sum(many.changes[: many.begin])
+    lows.insert(0, low_before)
+    highs.insert(0, high_before)
     changes = []
     for low, high in zip(lows, highs, strict=True):
-        changes.append(round(low + share * (high - low)))
-    return Allocations(changes, begin=1).peak
+        growth = high - low
+        change = round(low + share * growth)
+        changes.append(change)
+    step = Allocations(changes, begin=1)
+    return step.peak
 
 
 def _are_alike(lows: Sequence[int], highs: Sequence[int]) -> bool:

@@ -435,12 +435,15 @@ def _exchange_flat(
     buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         key = (tensor.dtype, tensor.device)
-        buckets.setdefault(key, []).append(tensor.detach())
+        bucket = buckets.setdefault(key, [])
+        bucket.append(tensor.detach())
     # All ranks have the same tensors in the same order, so they make the same exchanges.
     for bucket in buckets.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        lengths = [tensor.numel() for tensor in bucket]
-        pieces = torch.split(exchange(flat), lengths)
+        rows = [tensor.reshape(-1) for tensor in bucket]
+        lengths = [row.numel() for row in rows]
+        flat = torch.cat(rows)
+        exchanged = exchange(flat)
+        pieces = torch.split(exchanged, lengths)
         for tensor, values in zip(bucket, pieces, strict=True):
             tensor.copy_(values.view_as(tensor))
 

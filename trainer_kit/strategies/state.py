@@ -239,8 +239,12 @@ def load_module_parts(module: nn.Module, state: SavedState, strict: bool) -> Non
     loaded = dict(without_wrappers(state))
     present = plain_state(module)
     for name, layer in module.named_modules():
-        if isinstance(layer, QuantizedLayer):
-            layer.take_floats(loaded, state_name(f"{name}.") if name else "")
+        if not isinstance(layer, QuantizedLayer):
+            continue
+        prefix = ""
+        if name:
+            prefix = state_name(f"{name}.")
+        layer.take_floats(loaded, prefix)
     for name in loaded.keys() & present.keys():
         loaded[name] = shard_like(loaded[name], present[name])
     load_module_weights(module, loaded, strict)

@@ -140,7 +140,8 @@ class _Turns:
         self._states = [state] * ranks
         # Each rank is in exactly one of these four, under `_lock`.
         self._turn: int | None = 0
-        self._ready = set(range(1, ranks))
+        others = range(1, ranks)
+        self._ready = set(others)
         self._waits: dict[int, _Wait] = {}
         self._inside: set[int] = set()
         # The rank that gets the error of a deadlock, instead of the end of a peer.

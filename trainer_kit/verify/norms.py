@@ -121,9 +121,11 @@ def joined(values: Sequence[Tensor], forward: _Forward) -> list[Tensor]:
     # A batch norm checks the number of dimensions of its input.
     spatial = [1] * (values[0].ndim - 2)
     shape = (*joined_rows.shape, *spatial)
-    normalised = forward(joined_rows.reshape(shape))
+    inputs = joined_rows.reshape(shape)
+    normalised = forward(inputs)
     lengths = list(map(len, rows))
-    sections = torch.split(normalised.flatten(1), lengths)
+    output_rows = normalised.flatten(1)
+    sections = torch.split(output_rows, lengths)
     outputs = []
     for section, value in zip(sections, channels_last, strict=True):
         output = section.reshape(value.shape)

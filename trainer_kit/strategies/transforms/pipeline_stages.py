@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -106,17 +106,24 @@ def lay_out(model: nn.Module, plan: PipelinePlan, stages: int) -> Layout:
     names = _child_names(model, container)
     outer_modules = _assign_outer_modules(model, container, plan)
     if starts is None:
-        sizes = [_count_parameters(model.get_submodule(name)) for name in names]
+        sizes = []
+        for name in names:
+            block = model.get_submodule(name)
+            sizes.append(_count_parameters(block))
         for name, stage in outer_modules.items():
-            sizes[stage] += _count_parameters(_get_part(model, name))
+            outer_module = _get_part(model, name)
+            sizes[stage] += _count_parameters(outer_module)
         starts = _balance(sizes, stages)
     owners: dict[str, int] = {}
     for name, stage in outer_modules.items():
         owners[name] = stage % stages
     blocks: list[list[str]] = []
-    for start, stop in zip(starts, [*starts[1:], len(names)], strict=True):
-        owners.update(dict.fromkeys(names[start:stop], len(blocks)))
-        blocks.append(names[start:stop])
+    stops = [*starts[1:], len(names)]
+    for start, stop in zip(starts, stops, strict=True):
+        block_names = names[start:stop]
+        for name in block_names:
+            owners[name] = len(blocks)
+        blocks.append(block_names)
     shared, repeated = _find_ties(model, owners)
     return Layout(blocks, owners, shared, repeated)
 
@@ -305,6 +312,10 @@ class _StageEnd(BaseException):
     """Ends a forward at the end of the stage; a BaseException, so that the model does not catch it."""
 
 
+_Key: TypeAlias = tuple[object, ...]
+_Outputs: TypeAlias = tuple[list[object], TreeSpec]
+
+
 @final
 class StandIn(nn.Module):
     """Stands in for a module of another stage: its attributes, the shapes of its outputs, and no parameter."""
@@ -319,7 +330,7 @@ class StandIn(nn.Module):
         self.__dict__["twin"] = copy.deepcopy(original, memo)
         self.name = name
         self.device = device
-        self._output_cache: dict[tuple[object, ...], tuple[list[object], TreeSpec]] = {}
+        self._output_cache: dict[_Key, _Outputs] = {}
         self._received: Sequence[Tensor] | None = None
         self._is_entry = False
         self._is_exit = False
