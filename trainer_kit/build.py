@@ -650,11 +650,13 @@ def refuse_checkpoint_io(plugins: object) -> None:
     Raises:
         ConfigurationError: there is one; the message says what to write instead.
     """
-    if not as_list(plugins) or not has_wing("compat"):
+    # An iterator can be read once.
+    listed = as_list(plugins)
+    if not listed or not has_wing("compat"):
         return
     from trainer_kit.compat import checkpoint_io
 
-    checkpoint_io.refuse_checkpoint_io(plugins)
+    checkpoint_io.refuse_checkpoint_io(listed)
 
 
 def adapt_callbacks(callbacks: Iterable[object]) -> list[Any]:

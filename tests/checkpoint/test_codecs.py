@@ -254,3 +254,28 @@ def test_a_partial_of_a_function_of_the_program_is_not_made():
         {"$": "partial", "v": [{"$": "name", "v": f"{__name__}.scale"}, [1], {}]}, {}
     )
     assert record == ObjectRecord("functools.partial", [scale, [1], {}])
+
+
+@pytest.mark.parametrize(
+    ("value", "module", "former_module"),
+    [
+        (tk.utils.GradientAccumulationPlugin(4), "options.records", "compat.options"),
+        (
+            tk.utils.DDPCommunicationHookType.FP16,
+            "options.records",
+            "compat.options",
+        ),
+        (
+            tk.utils.TorchTensorParallelPlugin(2),
+            "options.parallelism",
+            "compat.parallelism",
+        ),
+    ],
+)
+def test_a_class_of_this_library_that_has_moved_is_found(value, module, former_module):
+    """As in a checkpoint of 0.2.0, whose records name the module of that version."""
+    tensors: dict[str, torch.Tensor] = {}
+    text = json.dumps(encode({"value": value}, tensors))
+    assert f"trainer_kit.{module}." in text
+    former = text.replace(f"trainer_kit.{module}.", f"trainer_kit.{former_module}.")
+    assert decode(json.loads(former), tensors)["value"] == value

@@ -62,3 +62,15 @@ def test_pytest_collects_the_docstrings_of_one_room() -> None:
     )
     assert done.returncode == 0, done.stdout
     assert "trainer_kit/step/" in done.stdout
+
+
+def test_a_trainer_does_not_import_fsdp() -> None:
+    """Few runs have it, and its import is that of DTensor too."""
+    program = (
+        "import sys; from trainer_kit import Trainer; "
+        "print([name for name in ('fsdp', 'tensor') if f'torch.distributed.{name}' in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -177,3 +177,8 @@ def test_a_strategy_without_a_declared_row_is_in_no_row() -> None:
         ).strategy.name
         == "ppo_engine"
     )
+
+
+def test_a_method_by_its_former_name_is_refused() -> None:
+    with pytest.raises(PrecisionError, match="separately_gathered_modules"):
+        type("Mine", (Precision,), {"kept_modules": lambda self, module: []})

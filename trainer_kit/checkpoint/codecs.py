@@ -344,6 +344,14 @@ _STATE_SETTERS: Final = (
 _LIBRARIES: Final = frozenset(
     {*sys.stdlib_module_names, "torch", "numpy", "trainer_kit"}
 ) - {"__main__"}
+_MOVED_MODULES: Final = {
+    "trainer_kit.compat.deepspeed": "trainer_kit.options.deepspeed",
+    "trainer_kit.compat.fp8": "trainer_kit.options.fp8",
+    "trainer_kit.compat.megatron": "trainer_kit.options.megatron",
+    "trainer_kit.compat.options": "trainer_kit.options.records",
+    "trainer_kit.compat.parallelism": "trainer_kit.options.parallelism",
+}
+"""Modules of option records by their former path: checkpoints of 0.2.0 name their classes by it."""
 
 
 def is_named_tuple(kind: type) -> bool:
@@ -364,6 +372,7 @@ def find_name(name: str) -> object:
     # The program has named this class itself, whatever module it is in.
     if name in _REGISTERED:
         return _REGISTERED[name]
+    name = _current_name(name)
     value = _find_imported(name)
     if is_library_kind(value):
         # Another path to it, such as an alias in a module, need not lead to the same object tomorrow.
@@ -373,6 +382,12 @@ def find_name(name: str) -> object:
     if _defined_name(value) != name or not _is_of_program(value.__module__):
         return None
     return value
+
+
+def _current_name(name: str) -> str:
+    """The name today of a class that a checkpoint of an earlier version names."""
+    module, dot, class_name = name.rpartition(".")
+    return _MOVED_MODULES.get(module, module) + dot + class_name
 
 
 def find_class(name: str) -> type | None:

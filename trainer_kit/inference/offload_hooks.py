@@ -148,8 +148,9 @@ class LayerHooks:
                 if self._depth == 1:
                     self._load_weights()
         moved = dict(kwargs)
-        for key in kwargs.keys() - self.skip:
-            moved[key] = self._move(kwargs[key])
+        for key, value in kwargs.items():
+            if key not in self.skip:
+                moved[key] = self._move(value)
         return tuple(self._move(value) for value in args), moved
 
     def after(self, module: nn.Module, args: object, output: object) -> None:

@@ -232,6 +232,8 @@ class WandbLogger:
             run = wandb.init(**self._init)
             # A later begin, after the end of this run, resumes it.
             self._init["id"] = run.id
+        # Before the calls below, which may fail: the next attempt has this run, and does not take it for the user's.
+        self._run = run
         # Values go against the optimizer step: wandb's own counter grows by one for each call of `log`.
         run.define_metric(_STEP)
         run.define_metric("*", step_metric=_STEP, step_sync=True)

@@ -43,6 +43,11 @@ class Precision(ABC):
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
+        if "kept_modules" in vars(cls):
+            raise PrecisionError(
+                f"{cls.__name__}.kept_modules would never be called",
+                fix="name the method separately_gathered_modules",
+            )
         with_typed_arguments(cls)
 
     name: str

@@ -608,7 +608,7 @@ def _match_restored_group(optimizer: Optimizer, group: _Options) -> bool:
     for entry in parameters:
         # torch also takes (name, parameter) pairs.
         if isinstance(entry, tuple):
-            _, entry = entry
+            entry = entry[1]
         ids.add(id(entry))
     key = frozenset(ids)
     if key not in restored:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from operator import attrgetter
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from torch._compile import _disable_dynamo
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import (
@@ -30,6 +29,10 @@ from torch.utils._pytree import (
     tree_map_only,
     tree_unflatten,
 )
+
+if TYPE_CHECKING:
+    # Every run imports this module, and few have FSDP, whose import is that of DTensor too.
+    from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
     "STEPPED_MARK",
