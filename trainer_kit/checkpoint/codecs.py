@@ -345,13 +345,13 @@ _LIBRARIES: Final = frozenset(
     {*sys.stdlib_module_names, "torch", "numpy", "trainer_kit"}
 ) - {"__main__"}
 _MOVED_MODULES: Final = {
-    "trainer_kit.compat.deepspeed": "trainer_kit.options.deepspeed",
-    "trainer_kit.compat.fp8": "trainer_kit.options.fp8",
-    "trainer_kit.compat.megatron": "trainer_kit.options.megatron",
-    "trainer_kit.compat.options": "trainer_kit.options.records",
-    "trainer_kit.compat.parallelism": "trainer_kit.options.parallelism",
+    "compat.deepspeed": "options.deepspeed",
+    "compat.fp8": "options.fp8",
+    "compat.megatron": "options.megatron",
+    "compat.options": "options.records",
+    "compat.parallelism": "options.parallelism",
 }
-"""Modules of option records by their former path: checkpoints of 0.2.0 name their classes by it."""
+"""Modules of option records of this package by their former path: checkpoints of 0.2.0 name their classes by it."""
 
 
 def is_named_tuple(kind: type) -> bool:
@@ -386,8 +386,11 @@ def find_name(name: str) -> object:
 
 def _current_name(name: str) -> str:
     """The name today of a class that a checkpoint of an earlier version names."""
-    module, dot, class_name = name.rpartition(".")
-    return _MOVED_MODULES.get(module, module) + dot + class_name
+    package, _, path = name.partition(".")
+    module, _, class_name = path.rpartition(".")
+    if package != "trainer_kit" or module not in _MOVED_MODULES:
+        return name
+    return f"{package}.{_MOVED_MODULES[module]}.{class_name}"
 
 
 def find_class(name: str) -> type | None:
