@@ -78,6 +78,8 @@ def test_ranks_can_be_forked_after_a_process_group_was_destroyed(
     def start(rank: int) -> int:
         strategy = FSDPStrategy()
         strategy.start()
+        # Rank 0 has the store of the group: it must not end while the other one still joins.
+        dist.barrier()
         return strategy.world.size
 
     try:
