@@ -527,7 +527,8 @@ class Pipeline:
     ) -> tuple[list[int], set[int]]:
         """Agree on seeds, the micro-batches at which shapes change on any rank, and which of these are new on any.
 
-        All data ranks take part in the collectives of a schedule, so they must run the same schedules.
+        All data ranks take part in the collectives of a schedule, so they must run the same schedules. The same
+        exchange tells which tied parameters are trained: that may change at any window.
         """
         keys = [_shapes_of(batch) for batch in batches]
         count = len(keys)
@@ -536,7 +537,9 @@ class Pipeline:
             changes[index] = keys[index] != keys[index - 1]
         unknown = [key not in self._shapes for key in keys]
         seeds = self._draw_seeds()
-        rows = self.world.agree([seeds[0], *changes, *unknown])
+        flags = self.ties.training_flags()
+        rows = self.world.agree([seeds[0], *changes, *unknown, *flags])
+        self.ties.agree_on_trained([row[1 + 2 * count :] for row in rows])
         self._seed = int(rows[self._source_rank][0])
         self._stage_seed = seeds[1 + self.group.rank]
         starts: list[int] = []

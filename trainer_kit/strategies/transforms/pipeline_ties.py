@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias, final
+from typing import Final, TypeAlias, final
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,10 @@ __all__ = ["Ties"]
 
 _Aliases: TypeAlias = Sequence[tuple[str, int]]
 """All names of one parameter in the module, with the stage of each."""
+
+# What the copies of a tied parameter are on one rank. Bits, so that those of several copies or ranks can be united.
+_FROZEN: Final = 1
+_TRAINED: Final = 2
 
 
 @final
@@ -41,6 +45,7 @@ class Ties:
         self._ranks = ranks
         self._group = group
         self._copies: list[list[nn.Parameter]] = []
+        self._is_trained: list[bool] = [False] * len(shared)
         self.names: dict[str, str] = {}
         self.repeated: set[nn.Parameter] = set()
 
@@ -97,10 +102,44 @@ class Ties:
                 fix="put both names into groups with the same options: each stage has the parameter under one name",
             )
 
+    def training_flags(self) -> list[int]:
+        """For each tied parameter, whether this rank's copies are frozen (1), trained (2), both (3) or absent (0)."""
+        flags = []
+        for copies in self._copies:
+            flag = 0
+            for copy in copies:
+                flag |= _TRAINED if copy.requires_grad else _FROZEN
+            flags.append(flag)
+        return flags
+
+    def agree_on_trained(self, flags_of_ranks: Sequence[Sequence[float]]) -> None:
+        """Take from the `training_flags` of all ranks which tied parameters the next window trains.
+
+        Raises:
+            StrategyError: on every rank, if a parameter is frozen under one name and trained under another.
+        """
+        for index, aliases in enumerate(self._shared):
+            flag = 0
+            for flags in flags_of_ranks:
+                flag |= int(flags[index])
+            # In one process the last assignment counts, but no rank sees those that another rank has made.
+            if flag == _FROZEN | _TRAINED:
+                names = [name for name, _ in aliases]
+                raise StrategyError(
+                    f"{_join_names(aliases)} are one parameter, which is frozen under one name and trained under"
+                    " another",
+                    found="each stage has the parameter under one name, and requires_grad was set on some stages only",
+                    fix=f"set requires_grad under all names: {', '.join(names)}",
+                )
+            self._is_trained[index] = flag == _TRAINED
+
     def add_gradients(self) -> None:
-        """Set the gradient of every copy to the sum over all stages."""
-        for aliases, copies in zip(self._shared, self._copies, strict=True):
-            if not copies or not copies[0].requires_grad:
+        """Set the gradient of every copy to the sum over all stages, where `agree_on_trained` found it trained."""
+        # The flags that all ranks know, not those of this moment: a rank that left out an exchange would block others.
+        for aliases, copies, is_trained in zip(
+            self._shared, self._copies, self._is_trained, strict=True
+        ):
+            if not copies or not is_trained:
                 continue
             for parameter in copies:
                 if parameter.grad is None:
