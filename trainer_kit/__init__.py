@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+# With an underscore: a name imported here is an attribute of the package, and tests/test_public_names.py allows none
+# beside those of `__all__`.
 from trainer_kit.core.lazy import alias_package as _alias_package
 from trainer_kit.core.lazy import find_names as _find_names
 from trainer_kit.core.lazy import other_names as _other_names
 from trainer_kit.core.registry import READERS as _READERS
 
+# For editors and type checkers, which cannot follow `__getattr__` below.
 if TYPE_CHECKING:
     from trainer_kit import callbacks, checkpoint, loggers, precision, strategies, tuner
     from trainer_kit.accelerator import (
@@ -347,6 +350,7 @@ def __getattr__(name: str) -> Any:
         value = importlib.import_module(f"trainer_kit.{name}")
     else:
         return _other(name)
+    # Python calls `__getattr__` for missing names only, so this call is the last one for this name.
     globals()[name] = value
     return value
 

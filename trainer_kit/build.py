@@ -88,8 +88,10 @@ _OPTIONS: dict[str, Keywords] = {
     "context_parallel": {"dp_shard": 1, "cp": -1},
 }
 """For each word, the options of its strategy."""
+# Keys are the first part of a word: "ddp_static_graph" is DDP. A word without an entry here is a mesh.
 _CLASSES = {"ddp": _DDP, "deepspeed": _DEEPSPEED, "fsdp": _FSDP, "hsdp": _FSDP}
 _FORKED = ("ddp_notebook", "ddp_fork", "ddp_spawn")
+# Import paths instead of classes: a strategy's module is imported when its word is used, and DeepSpeed's takes seconds.
 for _word in ("ddp", *_FORKED, "deepspeed", "fsdp", "fsdp_full_shard", *_OPTIONS):
     STRATEGIES.supply(_word, _CLASSES.get(_word.split("_")[0], _MESH))
 _XLA = ("xla", "tpu", "xla_fsdp")
@@ -133,6 +135,7 @@ def with_launchers(
         user_callbacks: one that sets the accumulation counts as an argument.
     """
     argument = accumulation
+    # A callback counts as an argument: otherwise the launcher's value would add a second accumulation beside it.
     for callback in user_callbacks:
         if argument is None and isinstance(callback, SetsAccumulation):
             argument = callback
@@ -193,6 +196,7 @@ def choose_strategy(
         # A single process needs no communication.
         if processes.world_size == 1:
             training_strategy = make_strategy("single_device", device)
+    # A strategy object was created before this process knew its rank, so its device is only a default.
     training_strategy.use_device(device)
     launch = _choose_launch(strategy, processes.on_node, environment)
     return training_strategy, processes.on_node, launch
@@ -230,6 +234,7 @@ def _count_processes(
         return _Processes(on_node, requested, train_alone=False)
     # With devices="auto" the launcher's number counts. One device in each of several launched processes is a run of its
     # own in each.
+    # -1 and "-1" are Lightning's words for all devices.
     is_explicit = devices not in ("auto", -1, "-1")
     if is_explicit and on_node == 1 and environment.local_world_size > 1:
         return _Processes(on_node, requested, train_alone=True)
@@ -244,6 +249,7 @@ def _count_processes(
 
 def _check_single_device(strategy: object, world_size: int) -> None:
     """Raise for sizes that do not fit, before any process is started."""
+    # Words take their sizes from the world; only an object can have sizes that contradict it.
     if isinstance(strategy, Strategy):
         strategy.places(world_size)
     is_single = isinstance(strategy, SingleDeviceStrategy)
@@ -271,6 +277,7 @@ def _resolve_strategy(
             found=f"strategy={strategy!r}",
             fix="pass a word such as 'ddp', or an object of a subclass of trainer_kit.strategies.Strategy",
         )
+    # Otherwise a misspelled hook of a user's strategy would never be called, and nobody would notice.
     check_overrides(type(resolved), Strategy)
     return resolved
 
@@ -295,6 +302,7 @@ def _choose_launch(
     """How this process starts the ranks; None: it is one."""
     if environment.launched:
         return None
+    # Lightning's words for notebooks: a fork has the classes of the notebook's cells, which no new process can import.
     if isinstance(strategy, str) and strategy in _FORKED:
         return "fork"
     if processes > 1:
@@ -324,6 +332,7 @@ def _strategy_of_xla(strategy: object, accelerator: str) -> Strategy | None:
         xla_strategy = STRATEGIES.get("xla")()
     elif isinstance(strategy, Strategy) and strategy.finds_devices:
         xla_strategy = strategy
+    # Refused here with a fix; the strategy would fail with a bare ModuleNotFoundError once it imports torch_xla.
     if xla_strategy is not None and importlib.util.find_spec("torch_xla") is None:
         raise StrategyError(
             "torch_xla is not installed",
@@ -342,6 +351,7 @@ def launched_on_xla() -> bool:
     """Whether the launcher names XLA, or torch_xla started this process."""
     engine = variable("distributed_type")
     named = engine is not None and str(engine.value).lower() in _XLA
+    # torch_xla's own launcher (`torch_xla.launch`) sets this variable and none of the variables of this library.
     return named or "PJRT_LOCAL_PROCESS_RANK" in os.environ
 
 
@@ -374,6 +384,7 @@ def _strategy_of_launcher(
             _launcher_options(deepspeed_config.KEYS)
         )
         return _registered("deepspeed", device, options)
+    # A configuration file made for several GPUs may start one process, which has nothing to shard.
     if fsdp is not None and world_size > 1:
         return _registered("fsdp", device, fsdp)
     return None
@@ -419,6 +430,7 @@ class StrategyRegistry:
             KeyError: there is none, and no default.
         """
         if name in self:
+            # The device is a placeholder: the Trainer moves each strategy object to this process's device.
             return make_strategy(name, "cpu")
         if default is not None:
             return default
@@ -638,6 +650,7 @@ def accelerator_word(accelerator: str | LightningAccelerator) -> str:
     """
     if isinstance(accelerator, str):
         return accelerator
+    # Without that room nothing here can tell such an object from a mistake.
     need_wing("compat", "an accelerator that is an object")
     from trainer_kit.compat import accelerators
 

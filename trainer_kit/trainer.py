@@ -123,6 +123,7 @@ def _entry_point(
     method: Callable[_Parameters, _Result],
 ) -> Callable[_Parameters, _Result]:
     """Decorate a method: it answers a call on the class, and arguments that it does not have or does not get."""
+    # At decoration, since it inspects the signature;.
     check = call_check(method, _MISPLACED)
 
     @wraps(method)
@@ -344,6 +345,7 @@ class Trainer(Session):
         training_strategy, processes, start = choose_strategy(
             strategy, accelerator, devices, num_nodes, environment
         )
+        # Processes outside of the group would take no part in votes and barriers, which are collectives of the world.
         if not training_strategy.spans_world:
             raise StrategyError(
                 "a Trainer trains on all processes",
@@ -410,6 +412,7 @@ class Trainer(Session):
             checkpoints=writes_by_default and not writes_checkpoints(callbacks),
             profiler=profiler,
         )
+        # The user's first: callbacks of the same order are called as they are listed here.
         self.set_callbacks([*callbacks, *default_callbacks])
 
     @property
@@ -455,6 +458,8 @@ class Trainer(Session):
                 found=f"weights_only={weights_only!r}",
                 fix="load_weights_only=True takes only the weights from ckpt_path; otherwise leave it out",
             )
+        # This process is not a rank. It starts them: an agent's ranks run the script and reach this line as ranks;
+        # forked ones send rank 0's result back.
         if self.start is not None:
             loaders = (train_dataloaders, val_dataloaders, datamodule)
             run_on_processes(
@@ -466,6 +471,7 @@ class Trainer(Session):
             EntryPoint(self, "fit", model, train_dataloaders, datamodule) as entry,
         ):
             run = entry.compose_fit(val_dataloaders, ckpt_path, load_weights_only)
+            # The report is a file in the run's directory, which `compose_fit` has chosen by now.
             report.begin(entry.module)
             with listening(self.requests), _watched_fit(self, run, self.hang_timeout):
                 fit(run, entry.settler, entry.reload_loaders)
@@ -546,6 +552,7 @@ class Trainer(Session):
             with _watched_evaluation(self, run, self.hang_timeout):
                 outputs = predict(run, return_predictions)
         if not return_predictions:
+            # For callbacks that have written the predictions: without this, all outputs would stay in memory.
             return None
         if len(outputs) == 1:
             results: list[StepOutput] = outputs[0]
@@ -687,10 +694,12 @@ class Trainer(Session):
             Trainer(strategy="fsdp", devices=2, precision="32-true", global_batch_size=4)
         """
         need_wing("planning", "Trainer.plan")
+        # Imported in the call: the room `planning` may be missing, and `fit` does not need it.
         from trainer_kit.checkpoint.files import in_bytes
         from trainer_kit.planning.estimate import Assumptions
         from trainer_kit.planning.planner import plan_fit
 
+        # `fit` accepts a DataModule in either place, but planning does not pass through its entry point.
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         memory = None

@@ -52,6 +52,8 @@ __all__ = [
     "set_module_tensor_to_device",
 ]
 
+# torch returns a handle for each registered hook. They are kept on the module itself, so that another call can remove
+# them.
 _HANDLES: Final = "_hf_hook_handles"
 _NamedMembers: TypeAlias = list[tuple[str, nn.Module | Tensor]]
 
@@ -81,6 +83,7 @@ def named_module_tensors(
     if not include_buffers:
         return
     for name, buffer in module.named_buffers(recurse=recurse):
+        # Only the module that owns a buffer knows whether it is persistent.
         path, _, key = name.rpartition(".")
         owner = module.get_submodule(path)
         if remove_non_persistent and key in owner._non_persistent_buffers_set:
@@ -133,6 +136,7 @@ def set_module_tensor_to_device(
         raise ConfigurationError(
             f"the module {path!r} does not exist", found=str(error)
         ) from error
+    # The dicts and not getattr: an attribute of the same name may be a method or a submodule.
     current = owner._parameters.get(key, owner._buffers.get(key))
     if current is None:
         raise ConfigurationError(
@@ -148,6 +152,7 @@ def set_module_tensor_to_device(
             f"the value of {tensor_name} has a different shape",
             found=f"{list(tensor.shape)}, not {list(current.shape)}",
         )
+    # torch would raise NotImplementedError here ("Cannot copy out of meta tensor") without naming the tensor.
     if tensor.device.type == "meta" and target.type != "meta":
         raise ConfigurationError(
             f"{tensor_name} has no values",
@@ -178,6 +183,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: object) -> list[list[str]]:
     """
     groups = []
     for tied in find_tied(model):
+        # As in Accelerate, whose result lists parameters only; `find_tied` also finds buffers.
         if not tied.is_buffer and len(tied.slots) > 1:
             groups.append(sorted(slot.name for slot in tied.slots))
     return groups
@@ -216,6 +222,7 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
     is_encoder_decoder = getattr(config, "is_encoder_decoder", False)
     if is_encoder_decoder and getattr(config, "tie_encoder_decoder", False):
         return True
+    # A module of transformers that ties weights in its own way has this method, whatever the configuration says.
     return any(hasattr(module, "_tie_weights") for module in model.modules())
 
 
@@ -273,6 +280,7 @@ def get_max_layer_size(
         if not children or type(module).__name__ in no_split_module_classes:
             sizes[path] = module_sizes.get(path, 0)
             continue
+        # The queue is popped from its end: reversed twice, layers are listed in the order of the model.
         for name, child in reversed(children):
             queue.append((f"{path}.{name}", child))
     largest = max(sizes.values(), default=0)
@@ -290,6 +298,7 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
     """
     sizes = compute_module_sizes(model)
     members: _NamedMembers = []
+    # Tensors of the root itself are layers of their own: no child's size includes them.
     members.extend(model.named_parameters(recurse=False))
     members.extend(model.named_children())
     members.extend(model.named_buffers(recurse=False))
@@ -375,6 +384,7 @@ class SequentialHook(ModelHook):
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
+        # The same order before and after the forward, as in Accelerate: hooks do not nest.
         for hook in self.hooks:
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
         return args, kwargs
@@ -413,6 +423,7 @@ def add_hook_to_module(
         remove_hook_from_module(module)
         if append:
             hook = SequentialHook(earlier, hook)
+    # After the earlier hook is removed: its detach_hook restores weights, which this call may move or offload.
     module = hook.init_hook(module)
     grads: list[bool] = []
 
@@ -420,6 +431,7 @@ def add_hook_to_module(
     def enter(called: nn.Module, args: Batch, kwargs: Keywords) -> Batch:
         # A stack, because a module may call itself.
         grads.append(torch.is_grad_enabled())
+        # Before gradients are switched off: a hook may move parameters, and `leave` restores the mode if it raises.
         args, kwargs = hook.pre_forward(called, *args, **kwargs)
         torch.set_grad_enabled(grads[-1] and not hook.no_grad)
         return tuple(args), kwargs
@@ -432,6 +444,8 @@ def add_hook_to_module(
     def change_output(called: nn.Module, args: object, output: Batch) -> Batch:
         return hook.post_forward(called, output)
 
+    # Into __dict__: nn.Module.__setattr__ would register a hook that is itself a module as a submodule. transformers
+    # reads this name.
     module.__dict__["_hf_hook"] = hook
     module.__dict__[_HANDLES] = [
         module.register_forward_pre_hook(enter, with_kwargs=True),
@@ -501,6 +515,7 @@ class AlignDevicesHook(ModelHook):
         self.original_devices: dict[str, torch.device] = {}
 
     def _list_offloaded(self, module: nn.Module) -> list[tuple[str, Tensor]]:
+        # Non-persistent buffers stay on the execution device: a weights map read from a checkpoint does not have them.
         return list(
             named_module_tensors(
                 module, self.offload_buffers, self.place_submodules, True
@@ -513,6 +528,7 @@ class AlignDevicesHook(ModelHook):
         offloaded: dict[str, Tensor] = {}
         if self.offload:
             offloaded = dict(self._list_offloaded(module))
+        # Copied before the loop below gives the tensors up: on the meta device they have no values.
         if self.offload and self.weights_map is None:
             self.weights_map = {
                 name: tensor.detach().to("cpu") for name, tensor in offloaded.items()
@@ -534,6 +550,7 @@ class AlignDevicesHook(ModelHook):
         self.input_device = None
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
+        # A meta tensor is replaced by its value in each forward, so that device memory holds one module at a time.
         if self.offload and self.weights_map is not None:
             for name, _ in self._list_offloaded(module):
                 set_module_tensor_to_device(
@@ -556,6 +573,7 @@ class AlignDevicesHook(ModelHook):
         weights = self.weights_map
         if not self.offload or weights is None:
             return module
+        # Not those that were on the meta device from the beginning: the caller never had values for them.
         for name, device in self.original_devices.items():
             if name in weights and device.type != "meta":
                 set_module_tensor_to_device(module, name, device, weights[name])
@@ -584,6 +602,7 @@ class CpuOffload(ModelHook):
     ) -> None:
         self.prev_module_hook = prev_module_hook
         if execution_device is None:
+            # Decided when the hook is made, as in Accelerate: importing the module must not touch a device.
             execution_device = present_accelerator() or "cpu"
         self.execution_device = torch.device(execution_device)
 
@@ -593,6 +612,7 @@ class CpuOffload(ModelHook):
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
+        # First the previous model leaves: a pipeline of models needs device memory for the largest one only.
         if self.prev_module_hook is not None:
             self.prev_module_hook.offload()
         module.to(self.execution_device)
@@ -619,6 +639,7 @@ def align_module_device(
     hook = module.__dict__.get("_hf_hook")
     if isinstance(hook, AlignDevicesHook) and hook.offload:
         device_of_hook = hook.execution_device
+        # `pre_forward` loads to the hook's device, and the hook belongs to the module: it gets its device back on exit.
         if execution_device is not None:
             hook.execution_device = execution_device
         hook.pre_forward(module)
@@ -631,6 +652,7 @@ def align_module_device(
     if execution_device is None:
         yield
         return
+    # Parameters only, as in Accelerate: buffers stay where they are.
     parameters = module.named_parameters(recurse=False)
     devices = {name: parameter.device for name, parameter in parameters}
     for name in devices:
@@ -694,6 +716,7 @@ def load_offloaded_weight(
     if _is_unknown_to_numpy(str(dtype).removeprefix("torch.")):
         carrier = _CARRIERS[dtype.itemsize]
     carrier_name = str(carrier).removeprefix("torch.")
+    # The file has no header: dtype and shape are in the index only.
     content = torch.from_numpy(np.fromfile(weight_file, dtype=carrier_name))
     return content.view(dtype).reshape(weight_info["shape"])
 
@@ -756,6 +779,7 @@ def extract_submodules_state_dict(
         >>> extract_submodules_state_dict({"a.weight": 1, "ab.weight": 2}, ["a"])
         {'a.weight': 1}
     """
+    # With the dot: "a" must not select "ab.weight".
     prefixes = tuple(f"{module_name}." for module_name in submodule_names)
     return {
         name: value
@@ -839,6 +863,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
                 )
             return load_offloaded_weight(Path(self.save_folder) / f"{key}.dat", info)
         device = str(self.device or "cpu")
+        # Opened for one tensor: the mapping of the file is released, which a dict of open files would keep.
         with safe_open(file, framework="pt", device=device) as weights:
             tensor: Tensor = weights.get_tensor(info.get("weight_name", key))
         if "dtype" not in info:
@@ -846,6 +871,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         return tensor.to(resolve_dtype(info["dtype"]))
 
     def __iter__(self) -> Iterator[str]:
+        # As a dict: a weight that is both in memory and in the folder is listed once.
         return iter({**self.state_dict, **self.index})
 
     def __len__(self) -> int:

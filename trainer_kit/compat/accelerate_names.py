@@ -9,6 +9,7 @@ __all__ = ["ARGUMENTS", "ELSEWHERE", "LIBRARY", "PATHS"]
 LIBRARY: Final = "Accelerate"
 ARGUMENTS: Final[dict[str, dict[str, object]]] = {}
 
+# One text instead of fifty entries: their functions are made from the tables of `accelerate_probes`.
 _PROBES: Final = (
     "4bit_bnb 8bit_bnb aim amdsmi bf16 bitsandbytes_multi_backend boto3 clearml comet_ml cuda datasets deepspeed "
     "dvclive fp16 fp8 hpu import_timer lomo matplotlib megatron_lm mlflow mlu mps msamp musa neuron npu numpy pandas "

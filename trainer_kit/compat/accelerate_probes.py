@@ -76,11 +76,13 @@ def _has_device(name: str) -> bool:
 
 
 _DEVICES: Final[dict[str, Callable[[], bool]]] = {
+    # Functions, not answers: importing this module must not start a device.
     "cuda": torch.cuda.is_available,
     "mps": torch.backends.mps.is_available,
     "rocm": lambda: torch.version.hip is not None and torch.cuda.is_available(),
     "xccl": torch.distributed.distributed_c10d.is_xccl_available,
     "torch_distributed": torch.distributed.is_available,
+    # As in Accelerate: whether float16 is slow on a device is not what a script asks.
     "fp16": lambda: True,
     "bf16": lambda: not torch.cuda.is_available() or torch.cuda.is_bf16_supported(),
     **{
@@ -109,6 +111,7 @@ def probe(feature: str) -> Callable[..., bool]:
             return _ALWAYS[feature]
         if feature in _DEVICES:
             return _DEVICES[feature]()
+        # By find_spec: importing some of these packages takes seconds.
         return any(
             importlib.util.find_spec(name) is not None
             for name in _PACKAGES[feature].split()
@@ -150,6 +153,7 @@ def compare_versions(
     """
     version_to_check = library_or_version
     if isinstance(version_to_check, str):
+        # An uninstalled package raises PackageNotFoundError, as in Accelerate.
         version_to_check = Version(version(version_to_check))
     requirement = Version(requirement_version)
     results = {
@@ -175,6 +179,7 @@ def is_torch_version(operation: str, version: str) -> bool:
         >>> is_torch_version(">=", "2.0")
         True
     """
+    # A version with a local suffix is newer than the same without: "2.13.0+cpu" == "2.13.0" would be False.
     return compare_versions(
         Version(Version(torch.__version__).base_version), operation, version
     )

@@ -253,6 +253,7 @@ def is_namedtuple(data: object) -> bool:
         >>> is_namedtuple(namedtuple("Point", "x y")(1, 2)), is_namedtuple((1, 2))
         (True, False)
     """
+    # By attributes: collections.namedtuple and typing.NamedTuple have no common base beside tuple.
     return (
         isinstance(data, tuple)
         and hasattr(data, "_fields")
@@ -262,6 +263,7 @@ def is_namedtuple(data: object) -> bool:
 
 def honor_type(obj: Nested, generator: Iterable[Nested]) -> Nested:
     """Make a list, tuple or namedtuple of ``obj``'s type from an iterable."""
+    # The constructor of a namedtuple takes its fields as arguments, that of a list or tuple one iterable.
     if is_namedtuple(obj):
         return type(obj)(*generator)
     return type(obj)(generator)
@@ -331,6 +333,7 @@ def send_to_device(
         ('meta', 'cpu')
     """
     if not skip_keys or not isinstance(tensor, (Mapping, list, tuple)):
+        # Also the leaves of the recursion below: there is nothing to skip in them.
         return move_to_device(tensor, device, non_blocking)
     if not isinstance(tensor, Mapping):
         values = [send_to_device(v, device, non_blocking, skip_keys) for v in tensor]
@@ -508,6 +511,7 @@ def convert_bytes(size: float) -> str:
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if size < 1024:
             return f"{round(size, 2)} {unit}"
+        # The label of 1024 bytes is "KB", as in Accelerate, whose output programs parse.
         size /= 1024
     return f"{round(size, 2)} PB"
 
@@ -523,6 +527,7 @@ def convert_file_size_to_int(size: int | str) -> int:
         (1073741824, 1000)
     """
     count = in_bytes(size, "a file size")
+    # `in_bytes` reads either letter as bytes.
     if str(size).endswith("b"):
         return count // 8
     return count
@@ -574,6 +579,7 @@ def is_port_in_use(port: int | str | None = None) -> bool:
     """Whether a process on this machine listens on a port, by default 29500."""
     if port is None:
         port = 29500
+    # A connection and no bind: a bind fails also for a port that is still in TIME_WAIT, where nobody listens.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as client:
         return client.connect_ex(("localhost", int(port))) == 0
 
@@ -604,11 +610,13 @@ def load(
     **kwargs: Any,
 ) -> Nested:
     """``torch.load`` for tensors and plain data; ``weights_only=False`` reads pickles from a source that you trust."""
+    # torch's default of `weights_only` can be turned off by an environment variable (TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD).
     return torch.load(f, map_location, **{"weights_only": True, **kwargs})
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
     """An identifier that two tensors have in common if they share memory."""
+    # The size too: on the meta device every pointer is 0.
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
@@ -661,6 +669,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
     """The first of these environment variables that holds a number of at least 0."""
     for key in env_keys:
+        # -1 is the customary LOCAL_RANK of a process that no launcher has started; scripts set it themselves.
         value = int(os.environ.get(key, -1))
         if value >= 0:
             return value
@@ -689,6 +698,7 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
         >>> convert_dict_to_env_variables({"A": "1", "B": "x; y"})
         ['A=1\\n']
     """
+    # The lines are written into a shell's environment file, where these characters would end or redirect a command.
     return [
         f"{key}={value}\n"
         for key, value in current_env.items()
@@ -709,6 +719,7 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
     if isinstance(func_or_cls, type):
         for name, member in vars(func_or_cls).copy().items():
             if name.startswith("test") and callable(member):
+                # Each test by itself: one test's variables must not reach the next one.
                 setattr(func_or_cls, name, purge_accelerate_environment(member))
         return func_or_cls
 
@@ -781,11 +792,13 @@ def get_gpu_info() -> tuple[list[str], int]:
 
 def check_cuda_fp8_capability() -> bool:
     """Whether the current CUDA device computes in fp8 (Ada, Hopper and newer)."""
+    # Compute capability 8.9 is Ada, 9.0 Hopper.
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 
 def check_cuda_p2p_ib_support() -> bool:
     """Whether this machine's GPUs can exchange data directly; the RTX 4000 series cannot."""
+    # Accelerate also accepts them with NVIDIA's driver 550.40.07 or newer. torch does not know the driver's version.
     names, count = get_gpu_info()
     return count < 2 or not any("RTX 40" in name for name in names)
 
@@ -801,6 +814,7 @@ def is_compiled_module(module: nn.Module) -> bool:
 def has_compiled_regions(module: nn.Module) -> bool:
     """Whether a submodule is the result of ``torch.compile`` or was compiled in place."""
     # As in Accelerate, a module without submodules has no regions, even if it is compiled.
+    # torch.compile returns an OptimizedModule; module.compile() compiles in place and sets only this attribute.
     return any(
         isinstance(submodule, OptimizedModule)
         or submodule._compiled_call_impl is not None
@@ -818,6 +832,7 @@ def get_model_tp_size(model: nn.Module) -> int | None:
     """The number of processes among which transformers split a model's layers."""
     model_config = getattr(model, "config", None)
     config = getattr(model_config, "distributed_config", None)
+    # Transformers 4 sets it on the model. Version 5 leaves None there and records it in the configuration.
     tp_size: int | None = getattr(model, "tp_size", None)
     if tp_size is not None:
         return tp_size

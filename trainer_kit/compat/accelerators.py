@@ -81,6 +81,7 @@ class CPUAccelerator(LightningAccelerator):
 
     def setup_device(self, device: torch.device) -> None:
         """Check the type of a device."""
+        # As in Lightning, which refuses a device of another kind at this place.
         _check_type(device, "cpu")
 
     def teardown(self) -> None:
@@ -136,6 +137,7 @@ class CUDAAccelerator(LightningAccelerator):
     @staticmethod
     def parse_devices(devices: int | str | Sequence[int]) -> list[int]:
         """The indices of the devices."""
+        # NVML's count where torch can use it: asking must not start CUDA in a process that forks later.
         return _parse_indices(devices, torch.cuda.device_count())
 
     @staticmethod
@@ -172,6 +174,7 @@ class MPSAccelerator(LightningAccelerator):
     @staticmethod
     def parse_devices(devices: int | str | Sequence[int]) -> list[int]:
         """The index of the device."""
+        # An Apple computer has one GPU that torch can use.
         return _parse_indices(devices, 1)
 
     @staticmethod
@@ -231,6 +234,7 @@ class XLAAccelerator(LightningAccelerator):
     @staticmethod
     def is_available() -> bool:
         """Whether torch_xla is installed."""
+        # Found and not imported: asking must not start the runtime of a TPU.
         from importlib.util import find_spec
 
         return find_spec("torch_xla") is not None
@@ -276,6 +280,7 @@ class AcceleratorRegistry(Mapping[str, type[LightningAccelerator]]):
         Raises:
             KeyError: there is none, and no default.
         """
+        # An object and not the class, as Lightning's registry returns it.
         if name in _CLASSES:
             return _CLASSES[name]()
         if default is not None:
@@ -314,6 +319,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
         []
     """
     usable: list[int] = []
+    # One by one, since only creating a tensor shows that a device can be used.
     for index in range(torch.cuda.device_count()):
         if len(usable) == num_devices:
             break
@@ -338,6 +344,7 @@ def accelerator_of(device: torch.device) -> LightningAccelerator:
         key = "tpu"
     cls = _CLASSES.get(key)
     if cls is None:
+        # An AttributeError, because a property asks: hasattr(trainer, "accelerator") is then False.
         raise AttributeError(
             f"Lightning has no accelerator for {device.type}: trainer.strategy.device is the device"
         )
@@ -352,6 +359,7 @@ def accelerator_word(accelerator: str | LightningAccelerator) -> str:
     """
     if not isinstance(accelerator, LightningAccelerator):
         return accelerator
+    # By exact type: a subclass may override what the Trainer would never call.
     if type(accelerator) not in _CLASSES.values():
         raise ConfigurationError(
             "an accelerator of your own cannot be used",

@@ -46,6 +46,7 @@ def lightning_base(cls: type, name: str = "Callback") -> type | None:
         cls: any class.
         name: of the class in Lightning.
     """
+    # By name and module: Lightning may be missing, and importing it to compare classes takes seconds.
     for base in cls.__mro__:
         if base.__name__ == name and base.__module__.startswith(_PACKAGES):
             return base
@@ -101,6 +102,7 @@ def _refuse_part_of_loop(cls: type) -> None:
     if not bases:
         return
     name = bases[0]
+    # A class of Lightning itself has the replacement's name; a subclass needs another base.
     if cls.__module__.startswith(_PACKAGES):
         problem = f"Lightning's {cls.__name__} drives Lightning's own loop"
         fix = f"from trainer_kit.callbacks import {cls.__name__}"

@@ -90,6 +90,7 @@ class TorchCheckpointIO(CheckpointIO):
                 "TorchCheckpointIO takes no storage_options: set them in fsspec's configuration"
             )
         file = locate(path)
+        # An object store has no directories.
         if isinstance(file, Path):
             file.parent.mkdir(parents=True, exist_ok=True)
         # In memory first: an interrupted write leaves the former file as it was.
@@ -129,6 +130,7 @@ class TorchCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Delete a file or a directory; one that does not exist is not an error."""
         file = locate(path)
+        # Checkpoints of this library are directories, and Lightning's method deletes those too.
         if isinstance(file, Path) and file.is_dir():
             shutil.rmtree(file)
         else:

@@ -85,6 +85,7 @@ def suggested_max_num_workers(local_world_size: int) -> int:
     # A container or a SLURM job may use fewer processors than the machine has; macOS and Windows cannot tell.
     if hasattr(os, "sched_getaffinity"):
         processors = len(os.sched_getaffinity(0))
+    # One processor is left for the process itself, which runs the loop.
     return max(1, processors // local_world_size - 1)
 
 
@@ -143,6 +144,7 @@ def materialize_meta_tensors(module: nn.Module, device: torch.device) -> None:
         if reset is None:
             missing.append(name or type(submodule).__name__)
             continue
+        # Without recursion: a child's tensors may have values, which to_empty would discard.
         submodule.to_empty(device=device, recurse=False)
         reset()
     # All of them at once, instead of one more after each correction.

@@ -63,6 +63,7 @@ _DEEPSPEED: Final = {
             "min_loss_scale",
         )
     },
+    # Options of DeepSpeed's NVMe offloading and of its asynchronous I/O library.
     **dict.fromkeys(
         (
             "block_size",
@@ -89,6 +90,7 @@ _DEEPSPEED: Final = {
         "leave it out: the loader says its batch size", ("auto",)
     ),
     "logging_level": Replaced('logging.getLogger("DeepSpeed").setLevel({value})'),
+    # "cpu" passes: it is what offload_optimizer=True does here.
     "offload_optimizer_device": Replaced(_NVME, ("cpu", None)),
     "offload_params_device": Replaced(_NVME, ("cpu", None)),
     "pin_memory": _key("zero_optimization.offload_optimizer", "pin_memory", False),
@@ -159,6 +161,7 @@ ARGUMENTS: Final[Mapping[str, Mapping[str, Replaced]]] = {
             "activation_checkpointing_policy={value}", (None,)
         ),
         "ignored_states": Replaced("ignored_modules={value}", (None,)),
+        # Either value passes: what is stored does not depend on it here.
         "state_dict_type": Replaced(
             "leave it out: checkpoints in shards load under any strategy, and trainer-kit checkpoint"
             " export writes one file",

@@ -39,6 +39,7 @@ class RandomDataset(Dataset[Tensor]):
 
     def __init__(self, size: int, length: int) -> None:
         self.len = length
+        # Drawn once: an index has the same row in each epoch, so that tests may compare losses.
         self.data = torch.randn(length, size)
 
     def __getitem__(self, index: int) -> Tensor:
@@ -69,6 +70,7 @@ class RandomIterableDataset(IterableDataset[Tensor]):
         self.size = size
 
     def __iter__(self) -> Iterator[Tensor]:
+        # Drawn in each pass, as in Lightning's class: two passes differ.
         return (torch.randn(self.size) for _ in range(self.count))
 
 
@@ -139,6 +141,7 @@ class BoringDataModule(DataModule):
 
     def __init__(self) -> None:
         super().__init__()
+        # In the constructor: all stages share the rows, whichever is set up first.
         self.random_full = RandomDataset(32, 256)
 
     def setup(self, stage: str) -> None:
@@ -248,6 +251,7 @@ class WikiText2(Dataset[tuple[Tensor, Tensor]]):
         self.path = Path(data_dir) / "wikitext-2.txt"
         if download and not self.path.exists():
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Only where the file is missing: each call of `train_dataloader` creates such a dataset.
             urlretrieve(_WORDS, self.path)
         tokens: list[str] = []
         for line in self.path.read_text("utf8").splitlines():
@@ -263,6 +267,7 @@ class WikiText2(Dataset[tuple[Tensor, Tensor]]):
         return len(self.dictionary)
 
     def __len__(self) -> int:
+        # One block less: the target of the last block lies one word beyond it.
         return len(self.data) // self.block_size - 1
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
@@ -292,6 +297,7 @@ class LightningTransformer(TrainModule):
         return torch.optim.SGD(self.model.parameters(), lr=0.1)
 
     def prepare_data(self) -> None:
+        # On one process of a machine; `train_dataloader` then finds the file.
         WikiText2(download=True)
 
     def train_dataloader(self) -> Loaders:
@@ -301,6 +307,7 @@ class LightningTransformer(TrainModule):
 # -- digits -----------------------------------------------------------------------------------------------------------
 
 
+# A function, since torchvision is optional: a subclass would import it with this module.
 def MNIST(*args: object, **kwargs: object) -> Any:
     """torchvision's dataset of digits."""
     return torchvision().datasets.MNIST(*args, **kwargs)
@@ -372,6 +379,7 @@ class MNISTDataModule(DataModule):
     def _loader(self, images: Dataset[object], shuffle: bool = False) -> Loaders:
         options: Keywords = {
             "num_workers": self.num_workers,
+            # As in Lightning's module, for all three stages.
             "drop_last": True,
             "pin_memory": torch.cuda.is_available(),
         }

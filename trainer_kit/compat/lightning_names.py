@@ -299,6 +299,7 @@ _FABRIC = (
     "types",
     "warnings",
 )
+# Fabric has modules of the same names below its own package.
 PATHS.update(
     {f"fabric.utilities.{path}": PATHS[f"utilities.{path}"] for path in _FABRIC}
 )
@@ -416,6 +417,7 @@ _ENVIRONMENTS = (
     ".torchelastic",
     ".xla",
 )
+# Modules with no name that exists here: importing one works, and each name in it says what to use instead.
 _ONLY_ELSEWHERE = (
     *("fabric.utilities.device_parser", "fabric.utilities.registry"),
     "callbacks.checkpoint",
@@ -462,6 +464,7 @@ _HARDWARE = 'Trainer(accelerator="cpu"), "gpu" or what torch calls the device; t
 _LOOP = "this library has no loop objects; Trainer arguments and callback hooks change what the loop does"
 _NOT_NEEDED = "leave it out, or copy it into your project: nothing here needs it"
 
+# Found by the name alone, at whichever path it is imported.
 ELSEWHERE: Final[dict[str, str]] = {
     "AbstractClosure": _LOOP,
     "AsyncCheckpointIO": _CHECKPOINT_IO,

@@ -77,6 +77,7 @@ def collect_init_args(
         if "__class__" in current.f_locals and (
             not classes or isinstance(owner, classes)
         ):
+            # Innermost first: the constructor of the base class runs last and is met first.
             path_args.append(arguments)
             inside = True
         # The first frame that is no constructor ends the chain: one further out belongs to another object.
@@ -95,6 +96,7 @@ def is_picklable(obj: object) -> bool:
     """
     try:
         pickle.dumps(obj)
+    # Not only PickleError: a local class may raise AttributeError, a lock TypeError, deep nesting RecursionError.
     except (pickle.PickleError, AttributeError, RuntimeError, TypeError):
         return False
     return True
@@ -102,6 +104,7 @@ def is_picklable(obj: object) -> bool:
 
 def clean_namespace(hparams: MutableMapping[str, object]) -> None:
     """Remove the entries that cannot be pickled, with a warning for each."""
+    # A list: the loop deletes from the dict that it reads.
     for name in [name for name, value in hparams.items() if not is_picklable(value)]:
         rank_zero_warn(
             f"{name!r} is removed from hparams: it cannot be pickled", stacklevel=5
@@ -119,6 +122,7 @@ def _arguments(frame: FrameType) -> tuple[object, Keywords]:
     parameters = inspect.signature(cls.__init__).parameters
     skipped = (self_name, args_name, kwargs_name)
     arguments = {name: values[name] for name in parameters if name not in skipped}
+    # Entries of **kwargs are arguments by name, as the caller has written them; those of *args have no names.
     if kwargs_name is not None:
         arguments.update(values[kwargs_name])
     return values[self_name], arguments

@@ -190,6 +190,7 @@ def is_overridden(
     """
     if instance is None:
         return False
+    # As in Lightning, which knows the base of its own three classes only.
     if parent is None:
         parents = (TrainModule, DataModule, Callback)
         parent = next((cls for cls in parents if isinstance(instance, cls)), None)
@@ -236,6 +237,7 @@ def grad_norm(
         >>> [(name, round(value, 2)) for name, value in grad_norm(layer, 2).items()]
         [('grad_2.0_norm/weight', 1.41), ('grad_2.0_norm_total', 1.41)]
     """
+    # A float, because the names contain it: "grad_2.0_norm" for 2 and for "2".
     order = float(norm_type)
     if not order > 0:
         raise ConfigurationError(
@@ -244,6 +246,7 @@ def grad_norm(
     norm_tensors = {
         name: p.grad.detach().norm(order)
         for name, p in module.named_parameters()
+        # A frozen or unused parameter has no gradient, and no entry.
         if p.grad is not None
     }
     prefix = f"grad_{order}_norm{group_separator}"
@@ -267,6 +270,7 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
     Args:
         include_cuda: include the current accelerator.
     """
+    # The CPU's generators, Python's and NumPy's are always restored.
     device = None
     if include_cuda and torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator()
@@ -316,6 +320,7 @@ class _AnyParallel(type):
 class ParallelStrategy(metaclass=_AnyParallel):
     """For ``isinstance``: a strategy that runs on several processes. Subclass `Strategy` to write one."""
 
+    # Without this a subclass would be a strategy that no Trainer accepts, and the error would come later.
     def __init_subclass__(cls) -> None:
         raise ConfigurationError(
             "ParallelStrategy is only for isinstance checks",
@@ -332,6 +337,7 @@ def fabric_model_parallel(
     parallelize_fn: Callable[[nn.Module, Any], nn.Module], *args: Any, **kwargs: Any
 ) -> Strategy:
     """`ModelParallelStrategy` under the names of Fabric's arguments: what divides the module comes first."""
+    # Imported in the call: the other names of this module need no tensor parallelism.
     from trainer_kit.strategies.model_parallel import ModelParallelStrategy
 
     return ModelParallelStrategy(*args, parallelize_fn=parallelize_fn, **kwargs)

@@ -64,6 +64,7 @@ class Throughput:
         self._updates: deque[tuple[float, int, int, int | None]] = deque(
             maxlen=window_size
         )
+        # A queue of its own: not every update has FLOPs.
         self._flops: deque[int] = deque(maxlen=window_size)
 
     def update(
@@ -103,6 +104,7 @@ class Throughput:
                 raise ConfigurationError(
                     "lengths= must be in every update or in none", found=description
                 )
+            # Equal times would be a division by zero once the window is full.
             if time <= previous[0] or _decrease(previous[1:], totals[1:]):
                 raise ConfigurationError(
                     "update takes totals since the loop began, which grow",
@@ -110,6 +112,7 @@ class Throughput:
                 )
         self._updates.append(totals)
         if flops is not None:
+            # As in Lightning: the caller counts one device, and all devices do the same work.
             self._flops.append(flops * self.world_size)
 
     def compute(self) -> dict[str, float]:
@@ -139,6 +142,7 @@ class Throughput:
             "batches": (last[1] - first[1]) / seconds,
             "samples": (last[2] - first[2]) / seconds,
         }
+        # A checker cannot know that the items are in all updates or in none.
         if first[3] is not None and last[3] is not None:
             rates["items"] = (last[3] - first[3]) / seconds
         # The FLOPs of the first update lie before the window's first time.
@@ -175,6 +179,7 @@ class ThroughputMonitor(Throughput):
     """
 
     def __init__(self, fabric: Any, **options: Any) -> None:
+        # The table of data sheets has CUDA devices only; without a peak there is no MFU.
         peak = None
         if fabric.device.type == "cuda":
             peak = device_peak(
@@ -195,6 +200,7 @@ class ThroughputMonitor(Throughput):
         flops: int | None = None,
     ) -> None:
         """See `Throughput.update`."""
+        # Rates of rank 0 stand for all ranks, which take the same steps: no rank waits for another here.
         if self._fabric.is_global_zero:
             super().update(
                 time=time,
@@ -216,6 +222,7 @@ class ThroughputMonitor(Throughput):
         Args:
             step: of the values; by default the number of earlier calls.
         """
+        # The first step is 0, as in Lightning.
         if step is None:
             step = self.step + 1
         self.step = step
@@ -244,6 +251,7 @@ def measure_flops(
     """
     from torch.utils.flop_counter import FlopCounterMode
 
+    # It counts operators at dispatch, so that tensors on the meta device count like others.
     counter = FlopCounterMode(display=False)
     with counter:
         output = forward_fn()
@@ -257,7 +265,7 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> float
 
     Args:
         device: a device of this machine.
-        dtype: of the products, or a precision such as ``"bf16-mixed"``.
+        dtype: the dtype of the matmuls, or a precision such as ``"bf16-mixed"``.
 
     Example:
         >>> get_available_flops(torch.device("cpu"), torch.float32) is None

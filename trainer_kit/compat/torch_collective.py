@@ -83,10 +83,12 @@ class TorchCollective(Collective):
             options: arguments of ``torch.distributed.init_process_group``, such as ``backend`` and ``timeout``.
         """
         if not self.is_initialized():
+            # torch reads the address from the environment, and so does `join_world`.
             with _set_missing_variables(
                 MASTER_ADDR=main_address, MASTER_PORT=main_port
             ):
                 self.init_group(**options)
+            # On the class: the world is of the process, whichever object joined it.
             TorchCollective.manages_default_group = True
         return self
 
@@ -109,6 +111,7 @@ class TorchCollective(Collective):
 
     def teardown(self) -> TorchCollective:
         """Leave the group of this object."""
+        # The property raises where there is no group: a second teardown is a mistake of the program.
         self.destroy_group(self.group)
         self._group = None
         return self
@@ -254,6 +257,7 @@ class TorchCollective(Collective):
 
     def barrier(self, device_ids: list[int] | None = None) -> None:
         """Wait for every rank of the group; a process outside of it does not wait."""
+        # A process outside of the group holds torch's NON_GROUP_MEMBER instead.
         if isinstance(self.group, dist.ProcessGroup):
             dist.barrier(group=self.group, device_ids=device_ids)
 

@@ -14,6 +14,7 @@ __all__ = [
 ]
 
 LIBRARY: Final = "Transformers"
+# Empty, but there: `core.lazy` reads the same four tables of each library.
 ARGUMENTS: Final[dict[str, dict[str, object]]] = {}
 PATHS: Final[dict[str, str]] = {}
 _ARGUMENTS: Final = "its arguments are those of trainer_kit.Trainer, such as max_epochs=3; docs/migrate/transformers.md"
