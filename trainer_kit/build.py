@@ -277,7 +277,7 @@ def _resolve_strategy(
             found=f"strategy={strategy!r}",
             fix="pass a word such as 'ddp', or an object of a subclass of trainer_kit.strategies.Strategy",
         )
-    # Otherwise a misspelled hook of a user's strategy would never be called, and nobody would notice.
+    # Otherwise a misspelled hook of a user's strategy would never be called, without an error.
     check_overrides(type(resolved), Strategy)
     return resolved
 

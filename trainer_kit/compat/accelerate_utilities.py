@@ -579,7 +579,7 @@ def is_port_in_use(port: int | str | None = None) -> bool:
     """Whether a process on this machine listens on a port, by default 29500."""
     if port is None:
         port = 29500
-    # A connection and no bind: a bind fails also for a port that is still in TIME_WAIT, where nobody listens.
+    # A connection and no bind: a bind fails also for a port that is still in TIME_WAIT, without a listener.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as client:
         return client.connect_ex(("localhost", int(port))) == 0
 
