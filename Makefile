@@ -4,8 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -c constraints.txt
 
-.PHONY: help demo pictures test test-all test-quick test-slurm test-trackers test-lightning test-xla test-pythons test-oldest soak check bench docs site site-material vendor \
-  clean
+.PHONY: help demo pictures test test-all test-quick test-slurm test-trackers test-lightning test-editors test-xla test-pythons test-oldest soak check bench docs site \
+  site-material vendor clean
 
 help:
 	@echo "make demo        train on real handwritten digits, and see what a run leaves behind"
@@ -15,6 +15,7 @@ help:
 	@echo "make test-slurm  the tests that need a SLURM: starts one of two virtual nodes here (root, Debian), and ends it"
 	@echo "make test-trackers  the tests of experiment trackers with the real packages, in an environment over .venv (0.5 GB)"
 	@echo "make test-lightning  Lightning's own demo files after trainer-kit migrate, beside Lightning itself (its wheel, 1 MB)"
+	@echo "make test-editors  what mypy, pyright and Pylance say of a user's program; installs pyright (npm, 20 MB)"
 	@echo "make test-xla    the tests of torch_xla, on its CPU device, in an environment of its own (2.3 GB)"
 	@echo "make test-pythons  the wheel on each of PYTHONS, in an environment of its own: import, command, fit, 900 tests"
 	@echo "make test-oldest the same on OLDEST, with the lowest versions that pyproject.toml allows"
@@ -99,6 +100,14 @@ test-trackers: .venv-trackers/.stamp
 test-lightning: export LIGHTNING_FILES = $(CURDIR)/.venv-lightning
 test-lightning: .venv-lightning/.stamp
 	$(BIN)/python -m pytest tests/compat/test_lightning_files.py -rs
+
+# Pylance is pyright inside an editor.
+.venv-editors/.stamp:
+	npm install --silent --no-save --prefix .venv-editors pyright@1.1.414
+	@touch $@
+
+test-editors: .venv/.stamp .venv-editors/.stamp
+	$(BIN)/python -m pytest tests/test_typing.py -rs
 
 # torch_xla goes with one build of torch, and with none of the other libraries that ask for a newer one.
 XLA := .venv-xla/bin/python

@@ -45,7 +45,7 @@ def signature(function: ast.FunctionDef) -> str:
         ast.unparse(decorator) == "property" for decorator in function.decorator_list
     ):
         return function.name
-    arguments = function.args.args[1:]
+    arguments = [*function.args.posonlyargs, *function.args.args][1:]
     defaults = [None] * (len(arguments) - len(function.args.defaults)) + list(
         function.args.defaults
     )

@@ -210,9 +210,7 @@ def train(directory: Path) -> float:
     print(loaded.net, loaded.eval().freeze())
     assert_type(trainer.checkpoint_callback, ModelCheckpoint | None)
     assert_type(Points.load_from_checkpoint(directory), Points)
-    found = Tuner(Trainer()).lr_find(module, datamodule=data)
-    if found is not None:
-        print(found.suggestion())
+    print(Tuner(Trainer()).lr_find(module, datamodule=data).suggestion())
     for entry in tk.checkpoints(directory):
         print(entry.path, entry.step, tk.verify_checkpoint(entry.path))
     return results[0]["val_acc"]

@@ -167,6 +167,20 @@ def test_overrides_call_super_by_keyword() -> None:
     assert stopping.best_score == trainer.callback_metrics["v"]
 
 
+def test_overrides_call_the_base_class_by_keyword() -> None:
+    """For type checkers these parameters are positional only; in a run they are not."""
+    stages: list[str] = []
+
+    class Own(Callback):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            hook: Any = super().setup
+            hook(trainer=trainer, pl_module=pl_module, stage=stage)
+            stages.append(stage)
+
+    _fit(Own())
+    assert stages == ["fit"]
+
+
 def test_an_override_may_use_other_parameter_names() -> None:
     names: list[str] = []
 

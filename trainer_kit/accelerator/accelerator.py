@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, NoReturn, TypeVar, final
 from weakref import ReferenceType, ref
 
 import torch
@@ -258,7 +258,7 @@ class Accelerator:
         strategy: Strategy | None = None,
         deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
         deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | None = None,
-        **unknown: object,
+        **unknown: NoReturn,  # so that a type checker refuses each
     ) -> None:
         engines = engine_arguments(locals())
         self.environment = Environment.detect()

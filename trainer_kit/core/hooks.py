@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextvars import ContextVar
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, cast
 
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -173,41 +174,47 @@ class Callback:
         """
         return call
 
-    def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str, /) -> None:
         """The first call of an entry point, on every process. ``stage`` is fit, validate, test or predict."""
 
-    def teardown(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
+    def teardown(
+        self, trainer: AnyTrainer, pl_module: AnyModule, stage: str, /
+    ) -> None:
         """The last call of an entry point, also after an exception."""
 
-    def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+    def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """At the start of a fit: modules and optimizers are created, placed, wrapped and restored."""
 
-    def on_fit_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+    def on_fit_end(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """After ``on_train_end``; the strategy is still running."""
 
-    def on_sanity_check_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+    def on_sanity_check_start(
+        self, trainer: AnyTrainer, pl_module: AnyModule, /
+    ) -> None:
         """Before the sanity-check validation that precedes training."""
 
-    def on_sanity_check_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+    def on_sanity_check_end(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """After the sanity check; random state and metrics are as before it."""
 
-    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """Before the first epoch of a fit, and again when a resumed fit starts."""
 
-    def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+    def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """After the last epoch."""
 
-    def on_train_epoch_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+    def on_train_epoch_start(
+        self, trainer: AnyTrainer, pl_module: AnyModule, /
+    ) -> None:
         """Before the first batch of an epoch."""
 
-    def on_train_epoch_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+    def on_train_epoch_end(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """After the last batch of an epoch; values logged here belong to the epoch.
 
         Callbacks with ``order = "late"`` are called after the values of the epoch are reduced.
         """
 
     def on_train_batch_start(
-        self, trainer: AnyTrainer, pl_module: AnyModule, batch: Batch, batch_idx: int
+        self, trainer: AnyTrainer, pl_module: AnyModule, batch: Batch, batch_idx: int, /
     ) -> int | None:
         """Before ``training_step``, for each micro-batch, on the device. If every rank returns -1, the epoch ends."""
 
@@ -218,46 +225,47 @@ class Callback:
         outputs: StepOutput,
         batch: Batch,
         batch_idx: int,
+        /,
     ) -> None:
         """After a micro-batch; for the last of a window after the optimizer step, with the gradients still present.
 
         ``outputs`` is ``{"loss": detached loss, ...}``, or None for a skipped batch.
         """
 
-    def on_train_step_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+    def on_train_step_end(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """After each optimizer step, once per window (not in Lightning)."""
 
     def on_before_zero_grad(
-        self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer
+        self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer, /
     ) -> None:
         """Before gradients are cleared: once per window, before its first backward."""
 
     def on_before_backward(
-        self, trainer: AnyTrainer, pl_module: AnyModule, loss: Tensor
+        self, trainer: AnyTrainer, pl_module: AnyModule, loss: Tensor, /
     ) -> None:
         """Before each backward; ``loss`` is weighted and scaled, as backward will see it."""
 
-    def on_after_backward(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+    def on_after_backward(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """After each backward; gradients may still be scaled and unsynchronised."""
 
     def on_before_optimizer_step(
-        self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer
+        self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer, /
     ) -> None:
         """Before an optimizer step: gradients are complete, unscaled and synchronised, but not clipped."""
 
-    def on_validation_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+    def on_validation_start(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """Before the first validation loader; modules are in evaluation mode."""
 
-    def on_validation_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+    def on_validation_end(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """After validation; reduced values are in ``callback_metrics``."""
 
     def on_validation_epoch_start(
-        self, trainer: AnyTrainer, pl_module: AnyModule
+        self, trainer: AnyTrainer, pl_module: AnyModule, /
     ) -> None:
         """Before the first validation batch."""
 
     def on_validation_epoch_end(
-        self, trainer: AnyTrainer, pl_module: AnyModule
+        self, trainer: AnyTrainer, pl_module: AnyModule, /
     ) -> None:
         """After the last validation batch; values logged here belong to the epoch."""
 
@@ -268,6 +276,7 @@ class Callback:
         batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
+        /,
     ) -> None:
         """Before each ``validation_step``."""
 
@@ -279,19 +288,20 @@ class Callback:
         batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
+        /,
     ) -> None:
         """After each ``validation_step``, with what it returned."""
 
-    def on_test_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+    def on_test_start(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """Before the first test loader; modules are in evaluation mode."""
 
-    def on_test_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+    def on_test_end(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """After test; reduced values are in ``callback_metrics``."""
 
-    def on_test_epoch_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+    def on_test_epoch_start(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """Before the first test batch."""
 
-    def on_test_epoch_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+    def on_test_epoch_end(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """After the last test batch; values logged here belong to the epoch."""
 
     def on_test_batch_start(
@@ -301,6 +311,7 @@ class Callback:
         batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
+        /,
     ) -> None:
         """Before each ``test_step``."""
 
@@ -312,19 +323,24 @@ class Callback:
         batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
+        /,
     ) -> None:
         """After each ``test_step``, with what it returned."""
 
-    def on_predict_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+    def on_predict_start(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """Before the first predict loader; modules are in evaluation mode."""
 
-    def on_predict_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+    def on_predict_end(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """After prediction."""
 
-    def on_predict_epoch_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+    def on_predict_epoch_start(
+        self, trainer: AnyTrainer, pl_module: AnyModule, /
+    ) -> None:
         """Before the first predict batch."""
 
-    def on_predict_epoch_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+    def on_predict_epoch_end(
+        self, trainer: AnyTrainer, pl_module: AnyModule, /
+    ) -> None:
         """After the last batch."""
 
     def on_predict_batch_start(
@@ -334,6 +350,7 @@ class Callback:
         batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
+        /,
     ) -> None:
         """Before each ``predict_step``."""
 
@@ -345,32 +362,40 @@ class Callback:
         batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
+        /,
     ) -> None:
         """After each ``predict_step``, with what it returned."""
 
     def on_exception(
-        self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException
+        self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException, /
     ) -> None:
         """After an exception, which is then raised to the caller unchanged."""
 
     def on_save_checkpoint(
-        self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: StateDict
+        self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: StateDict, /
     ) -> None:
         """Before the state is written; the hook may add keys."""
 
     def on_load_checkpoint(
-        self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: StateDict
+        self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: StateDict, /
     ) -> None:
         """Before a state, or weights alone, is restored; it has the keys that ``on_save_checkpoint`` added."""
 
     def on_checkpoint_committed(
-        self, trainer: AnyTrainer, pl_module: AnyModule, path: Location
+        self, trainer: AnyTrainer, pl_module: AnyModule, path: Location, /
     ) -> None:
         """After a checkpoint of this run is durable: between two steps, on every rank (not in Lightning).
 
         ``path`` is a ``Path``, or a location with the same methods if checkpoints go to a URL; the next save may
         delete it. Not called for a save that failed.
         """
+
+
+# For a type checker the hooks' parameters are positional, so that overrides may use other names. In a run their names
+# work too: a Lightning program may call `super().on_train_start(trainer=trainer, pl_module=pl_module)`.
+for _hook in vars(Callback).values():
+    if isinstance(_hook, FunctionType):
+        _hook.__code__ = _hook.__code__.replace(co_posonlyargcount=0)
 
 
 class ModuleHooks:

@@ -588,7 +588,8 @@ def _evaluated(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for submodule, training in modes:
-            submodule.training = training
+            # As `hooks.restore_modes` does: nn.Module.__setattr__ is 20 times slower.
+            vars(submodule)["training"] = training
 
 
 @contextmanager
