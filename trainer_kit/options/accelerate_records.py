@@ -71,10 +71,12 @@ def translated_record(value: Any) -> Any:
             found=f"{record_class.__module__}.{record_class.__name__}",
             fix=_ENGINES[record_class.__name__],
         )
+    # Other objects of Accelerate pass: what takes the argument says that it is wrong.
     kind = _KINDS.get(record_class.__name__)
     if kind is None:
         return value
     # Only what the caller has set: Accelerate's defaults differ from those here in places.
+    # A fresh record of the same class: the defaults of the installed Accelerate, whatever its version.
     default = record_class()
     options: Keywords = {}
     for field in fields(value):
@@ -89,6 +91,7 @@ def translated_record(value: Any) -> Any:
 
 def _read_enum_value(value: object) -> object:
     if isinstance(value, Enum):
+        # Accelerate's enums are other classes than those here, but have the same values.
         return value.value
     return value
 
@@ -112,6 +115,7 @@ def takes_accelerate_records(
 def _translate_argument(argument: object) -> object:
     if isinstance(argument, (list, tuple)):
         return [translated_record(value) for value in argument]
+    # `deepspeed_plugins` is a dict of them.
     if isinstance(argument, Mapping):
         return {name: translated_record(value) for name, value in argument.items()}
     return translated_record(argument)

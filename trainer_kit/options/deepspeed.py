@@ -34,6 +34,7 @@ __all__ = [
     "resolve_scheduler",
 ]
 
+# The launcher's name of an option, where it is not that of the field.
 _VARIABLES: Final = {
     "hf_ds_config": "deepspeed_config_file",
     "transformer_moe_cls_names": "deepspeed_moe_layer_cls_names",
@@ -110,6 +111,8 @@ def resolve_optimizer(
     """Return the given optimizer; for a `DummyOptim`, the one that the strategy's JSON names. Both is an error."""
     sections = strategy.sections
     if not isinstance(optimizer, DummyOptim):
+        # With an optimizer in the JSON and another one in the script, DeepSpeed would train with one and the script
+        # schedule the other.
         if sections is not None:
             sections.refuse_both("optimizer", optimizer)
         return optimizer
@@ -143,6 +146,7 @@ def resolve_scheduler(
         if sections is not None:
             sections.refuse_both("scheduler", scheduler)
         return scheduler
+    # Without a prepared optimizer there is nothing whose learning rates the schedule could set.
     if sections is None or sections.scheduler is None or optimizer is None:
         raise _missing_section("scheduler", "DummyScheduler")
     total_num_steps = scheduler.total_num_steps
@@ -151,6 +155,7 @@ def resolve_scheduler(
         total_num_steps = math.ceil(total_num_steps / times)
     arguments = {
         "total_num_steps": total_num_steps,
+        # DeepSpeed's schedules raise for 0 steps of warmup (0.19), and 0 is the default of Accelerate's DummyScheduler.
         "warmup_num_steps": max(1, scheduler.warmup_num_steps),
         **scheduler.kwargs,
     }
@@ -223,6 +228,7 @@ class DeepSpeedPlugin:
             with_arguments,
         )
 
+        # Before the launcher's values are read: the message must name what the script passed.
         if self.enable_msamp:
             raise refused("enable_msamp")
         # The launcher's values stand in for options that the script leaves out.
@@ -237,6 +243,7 @@ class DeepSpeedPlugin:
         settings: dict[str, str] = {}
         for name in _SETTINGS:
             value = getattr(self, name)
+            # "auto" is for `prepare`, which knows the Accelerator's value and the loaders.
             if value is not None and value != "auto":
                 settings[name] = str(value)
         if self.transformer_moe_cls_names is not None:
@@ -254,9 +261,11 @@ class DeepSpeedPlugin:
             arguments["offload_optimizer"],
             arguments["offload_parameters"],
         )
+        # The stage of the merged JSON: scripts read it from the plugin.
         self.zero_stage = self.deepspeed_config["zero_optimization"]["stage"]
         self._merge_accumulation_steps()
         self.zero3_init_flag = bool(is_true(self.zero3_init_flag))
+        # Held here, because transformers has only a weak reference to it.
         self._transformers_config: object = None
         self._configure_transformers()
 
@@ -268,6 +277,7 @@ class DeepSpeedPlugin:
         if steps in (None, "auto"):
             self.gradient_accumulation_steps = steps_of_json
             return
+        # A text counts too: the launcher's values are texts.
         try:
             self.gradient_accumulation_steps = int(steps)
         # `micro_batches` raises the error of every other way to set this number.
@@ -299,6 +309,7 @@ class DeepSpeedPlugin:
             raise ConfigurationError(
                 "zero3_init_flag needs transformers, which is not installed"
             ) from error
+        # zero.Init reads the JSON before `prepare` replaces "auto", and would take the word for a number.
         explicit = {
             key: value
             for key, value in self.deepspeed_config.items()
@@ -342,6 +353,7 @@ class DeepSpeedPlugin:
         """The value in the JSON at a key such as ``"zero_optimization.stage"``."""
         value: Any = self.deepspeed_config
         for key in ds_key_long.split("."):
+            # A section may be missing, or be a path such as "optimizer": null.
             if not isinstance(value, Mapping) or key not in value:
                 return default
             value = value[key]
@@ -357,6 +369,7 @@ class DeepSpeedPlugin:
         if self.gradient_accumulation_steps != "auto":
             arguments["gradient_accumulation_steps"] = self.gradient_accumulation_steps
         for key, precision in _HALF.items():
+            # `is True`: "auto" takes the Accelerator's precision, and must not set it.
             if self.get_value(f"{key}.enabled") is True:
                 arguments["mixed_precision"] = precision
         return arguments
@@ -374,6 +387,7 @@ class DeepSpeedPlugin:
         size_of_json = self.deepspeed_config.get(
             "train_micro_batch_size_per_gpu", "auto"
         )
+        # A size that one of the loaders has is the user's choice among them.
         if not sizes or size_of_json in sizes:
             # "auto", and no loader to take a size from.
             if not isinstance(size_of_json, int):
@@ -423,6 +437,7 @@ def named_plugins(arguments: Mapping[str, object]) -> dict[str, DeepSpeedPlugin]
             selection = DeepSpeedPlugin()
     if selection is None:
         return {}
+    # One plugin is a dict of one, so that the code that selects a plugin by name has no second case.
     plugins = {"default": selection}
     if isinstance(selection, Mapping):
         plugins = dict(selection)

@@ -63,6 +63,7 @@ class AORecipeKwargs(FP8Recipe):
         )
         names = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
         values = {name: getattr(self, name) for name in names}
+        # None leaves the value of `config`, which the user may have set there.
         changes = {name: v for name, v in values.items() if v is not None}
         # torchao's configuration is frozen.
         if changes:
@@ -185,6 +186,7 @@ def launched_recipe() -> FP8Recipe | None:
         setting = variable(name)
         if setting is None:
             continue
+        # Values of the launcher are texts: each option knows how its own is written.
         try:
             value = option.value(str(setting.value))
         except ValueError as error:
@@ -200,6 +202,7 @@ def launched_recipe() -> FP8Recipe | None:
     # Accelerate writes the tuple as a text: "(False, False, False)".
     if "override_linear_precision" in options:
         switches = re.findall(r"\w+", options["override_linear_precision"])
+        # Words, not literal_eval: the text may also come from a YAML file, as "[false, false, false]".
         options["override_linear_precision"] = tuple(
             is_true(switch) for switch in switches
         )

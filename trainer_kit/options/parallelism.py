@@ -101,6 +101,7 @@ class ParallelismConfig:
 
     def __post_init__(self) -> None:
         # Before the types are checked: sizes of the launcher are texts.
+        # "sp" is no axis of the mesh, but its size is read too: the launcher's must be refused and not ignored.
         for axis in (*AXES, "sp"):
             name = f"{axis}_size"
             size = getattr(self, name)
@@ -110,6 +111,7 @@ class ParallelismConfig:
         if self.sp_size != 1:
             raise refused("sp_size", f"sp_size={self.sp_size}")
         launched = _read_variable("cp_backend")
+        # The script's value first, then the launcher's, as for every other option.
         self.cp_backend = self.cp_backend or launched or "torch"
         if self.cp_backend != "torch":
             raise refused("cp_backend", repr(self.cp_backend))
@@ -126,6 +128,7 @@ class ParallelismConfig:
     @property
     def total_size(self) -> int:
         """The product of all sizes; -1 counts as 1."""
+        # At most one size is -1, so that the sign is all that it changes.
         return abs(math.prod(self.sizes.values()))
 
     @property
@@ -208,6 +211,8 @@ class ParallelismConfig:
         shards = any(
             self.sizes[axis] != 1 for axis in ("dp_replicate", "dp_shard", "cp")
         )
+        # The FSDP options that change what a step computes or stores; `reshard_after_forward` and wrapping without FSDP
+        # change nothing.
         # Without an axis that shards there is no FSDP, and the options would have no effect.
         for name in (
             "offload_activations",
@@ -251,6 +256,7 @@ class TorchTensorParallelPlugin:
 
     def as_config(self) -> ParallelismConfig:
         """The equivalent `ParallelismConfig`."""
+        # dp_replicate=-1: the processes that the tensor axis leaves are replicas.
         return ParallelismConfig(-1, 1, self.tp_size, 1, plan=self.plan)
 
 
@@ -268,6 +274,7 @@ def _size(name: str, argument: int | None) -> int:
     # What is no whole number becomes 0, which is refused below together with the value that was passed.
     size = 0
     try:
+        # A float would be rounded down by int() without a word.
         if isinstance(text, (Integral, str)):
             size = int(text)
     except ValueError:

@@ -64,11 +64,13 @@ class KwargsHandler:
 
     def to_dict(self) -> Keywords:
         """All options, copied."""
+        # Copied, because callers change the result before they pass it on, and a record may hold a dict of the user.
         return deepcopy(vars(self))
 
     def to_kwargs(self) -> Keywords:
         """The options that differ from their defaults."""
         # to_dict of the class, which may leave out fields that torch does not know.
+        # Against a fresh record and not the class: a field with default_factory has no value on the class.
         default = type(self)().to_dict()
         return {
             name: value
@@ -105,6 +107,7 @@ class DDPCommunicationHookType(str, Enum):
     BATCHED_POWER_SGD = "batched_power_sgd"
 
 
+# The words of `DDPStrategy`; NO has no entry, and means no hook.
 _HOOKS: Final = {
     DDPCommunicationHookType.FP16: "fp16",
     DDPCommunicationHookType.BF16: "bf16",
@@ -121,6 +124,7 @@ def _hook_type(hook: str | Enum) -> DDPCommunicationHookType:
     except ValueError:
         names = [member.value for member in DDPCommunicationHookType]
         fix = did_you_mean(text, names)
+        # `from None`: the ValueError of the enum would show its class and not what to write.
         raise ConfigurationError(
             "unknown communication hook", found=repr(hook), fix=fix
         ) from None
@@ -168,6 +172,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         return {
             name: value
             for name, value in super().to_dict().items()
+            # DistributedDataParallel has no such arguments: hooks are registered after it is built.
             if not name.startswith("comm_")
         }
 
@@ -186,6 +191,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         """The communication hook, as arguments of `DDPStrategy`."""
         hook = _HOOKS.get(_hook_type(self.comm_hook))
         wrapper = _HOOKS.get(_hook_type(self.comm_wrapper))
+        # An empty dict is Accelerate's default, and no state.
         state = self.comm_state_option or None
         check_comm_hook(hook, state, wrapper)
         return {
@@ -218,6 +224,7 @@ class GradScalerKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # A factor of 0 or a scale that never shrinks would skip every step, without an error from torch.
         positive(self, "init_scale", "growth_interval", "backoff_factor")
         if not self.growth_factor > 1 or not self.backoff_factor < 1:
             raise ConfigurationError(
@@ -248,6 +255,7 @@ class InitProcessGroupKwargs(KwargsHandler):
         super().__post_init__()
         if self.timeout is not None:
             check_timeout(self.timeout, "InitProcessGroupKwargs")
+        # The launcher's variables are read in many places; an address given here would contradict them.
         if self.init_method not in (None, "env://"):
             raise refused("init_method", f"init_method={self.init_method!r}")
 
@@ -298,6 +306,8 @@ class ProfileKwargs(KwargsHandler):
                     found=f"activities={self.activities!r}",
                     fix=f"{did_you_mean(name.lower(), activities)}; known: {', '.join(activities)}",
                 )
+        # None for an empty list: torch's profiler ends in an AssertionError ("No valid profiler activities found")
+        # there.
         return [activities[name.lower()] for name in self.activities or ()] or None
 
     def torch_schedule(self) -> Callable[[int], ProfilerAction] | None:
@@ -306,6 +316,7 @@ class ProfileKwargs(KwargsHandler):
             return None
         try:
             return schedule(**self.schedule_option)
+        # torch.profiler.schedule checks its numbers with assert.
         except (TypeError, AssertionError) as error:
             raise ConfigurationError(
                 "invalid profiler schedule",
@@ -373,6 +384,7 @@ class ProjectConfiguration:
     ) -> None:
         """Write to ``project_dir``."""
         self.project_dir = project_dir
+        # Only once, as in Accelerate: a later project_dir does not move the trackers.
         if self.logging_dir is None:
             self.logging_dir = project_dir
 
@@ -381,6 +393,7 @@ class ProjectConfiguration:
         """``project_dir`` with ``~`` expanded."""
         if self.project_dir is None:
             return None
+        # Expanded where it is read, so that the field keeps what the user wrote.
         return os.path.expanduser(self.project_dir)
 
     @property
@@ -487,9 +500,11 @@ class FullyShardedDataParallelPlugin:
     activation_checkpointing_offload: bool | None = None
 
     def __post_init__(self) -> None:
+        # A warning and no error for the rest: scripts written for FSDP1 set these options and run well without them.
         check_fields(self)
         for name, (accepted, reason) in _FSDP1_OPTIONS.items():
             value = getattr(self, name)
+            # As text, because a launcher's values are texts and torch's are enums.
             if value is not None and str(value) not in accepted:
                 warnings.warn(
                     f"FullyShardedDataParallelPlugin({name}={value!r}) has no effect: {reason}",
@@ -524,6 +539,7 @@ class FullyShardedDataParallelPlugin:
         elif self.reshard_after_forward is not None:
             arguments["reshard_after_forward"] = self.reshard_after_forward
         if sharding is not None:
+            # An enum of FSDP1 has the name; the text of a member would be "ShardingStrategy.FULL_SHARD".
             arguments["sharding_strategy"] = str(getattr(sharding, "name", sharding))
         if self.activation_checkpointing is not None:
             arguments["activation_checkpointing_policy"] = bool(
@@ -541,6 +557,7 @@ class FullyShardedDataParallelPlugin:
         if callable(policy):
             arguments["auto_wrap_policy"] = policy
         elif policy_name == "no_wrap":
+            # No classes: the model is one unit.
             arguments["auto_wrap_policy"] = []
         elif policy_name == "size_based_wrap":
             # torch's own default of size_based_auto_wrap_policy.
@@ -614,6 +631,7 @@ def micro_batches(steps: object, owner: str) -> int:
     Raises:
         ConfigurationError: unless it is an integer of at least 1.
     """
+    # Integral, for numpy's integers from a sweep. A float is refused: 2.5 micro-batches cannot be counted.
     if not isinstance(steps, Integral) or steps < 1:
         raise ConfigurationError(
             "a step needs at least one micro-batch",
@@ -645,6 +663,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     Args:
         arguments: the arguments by name.
     """
+    # Here and not at the first use, which may be inside `prepare` after the processes have joined.
     for name, kind in _RECORDS.items():
         value = arguments[name]
         if value is not None:
@@ -658,6 +677,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
                 f"{name} is True or False", found=f"{name}={value!r}"
             )
     seed = arguments["seed"]
+    # torch.manual_seed also takes negative numbers, numpy's generators do not.
     if not isinstance(seed, Integral | None) or (seed or 0) < 0:
         raise ConfigurationError(
             "seed must be a whole number from 0", found=f"seed={seed!r}"
@@ -700,6 +720,7 @@ def by_kind(handlers: object) -> dict[type, Any]:
             )
         # A field may have been set after the record was made.
         handler.__post_init__()
+        # As in Accelerate, where the second one of a class would replace the first.
         if type(handler) in by_class:
             raise ConfigurationError(
                 "two kwargs handlers have the same class", found=type(handler).__name__

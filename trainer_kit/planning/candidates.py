@@ -47,6 +47,7 @@ def strategy_for(candidate: Candidate) -> Strategy:
     sized = _SIZED.fullmatch(name)
     if sized is not None:
         choice = _make_sized(sized[1], int(sized[2]), candidate)
+    # On the CPU and without a launcher's environment: a plan on a cluster's node must not join its job.
     strategy, _, _ = choose_strategy(choice, "cpu", candidate.world, 1, Environment())
     return strategy
 
@@ -68,8 +69,11 @@ def _make_sized(axis: str, size: int, candidate: Candidate) -> Strategy:
     """Make a strategy whose name ends with the size of its axis."""
     strategy: Strategy
     if axis != "hsdp":
+        # The ranks that the axis leaves shard data and weights: mixing axes with full copies needs more memory and is
+        # rarely faster.
         strategy = STRATEGIES.get("mesh")("cpu", dp_shard=-1, **{axis: size})
         return strategy
+    # Here, since a mesh of torch would fail with an error about shapes.
     if candidate.world % size:
         raise StrategyError(
             "the shards do not divide the number of ranks",
@@ -98,10 +102,12 @@ def axes_of(strategy: Strategy) -> dict[tuple[int, ...], str]:
     axes: dict[tuple[int, ...], str] = {}
     size = strategy.world.size
     if size > 1:
+        # The whole world, for strategies without a mesh; the axes of a mesh replace it below.
         axes[tuple(range(size))] = "data"
     mesh = strategy.mesh
     if mesh is None:
         return axes
+    # FSDP reduces over data and context ranks together, which is no axis of the mesh.
     if strategy.losses.size > 1:
         axes[_ranks_of_group(strategy.losses.group)] = "data"
     names = mesh.mesh_dim_names or ()

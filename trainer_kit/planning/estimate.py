@@ -158,11 +158,13 @@ def estimate_step(
         else:
             exposed += seconds
     update = _update_seconds(measured, device) / assumptions.bandwidth
+    # Work that overlaps takes as long as the longest of it; the rest comes after.
     seconds = max(compute, hidden, launching) + exposed + update
     if model_flops is None:
         model_flops = measured.flops
     samples_per_second = 0.0
     mfu = 0.0
+    # A step without a product, for example of a module that only returns its input, has no time to divide by.
     if seconds:
         samples_per_second = step_samples(candidate) / seconds
         mfu = model_flops / (seconds * peak)
@@ -219,6 +221,7 @@ def _ring(traffic: Traffic, candidate: Candidate) -> tuple[int, int]:
         ranks = candidate.world // inner
         span = candidate.world
     else:
+        # At least two: an axis with traffic has them, also where the word does not show its size.
         ranks = max(inner, 2)
         span = inner
     hybrid = _HYBRID.fullmatch(candidate.strategy)
@@ -233,8 +236,10 @@ def _ring(traffic: Traffic, candidate: Candidate) -> tuple[int, int]:
 
 def _update_seconds(measured: Measured, device: Device) -> float:
     """Reads parameters, gradients and optimizer state, and writes all but the gradients."""
+    # The first stage stands for all: they hold about equal parts.
     memory = measured.memory[0]
     written = memory.get("parameters", 0) + memory.get("optimizer", 0)
     read = written + memory.get("gradients", 0)
     seconds = (read + written) / (device.bandwidth * 1e9)
+    # Twice: gradients travel to the host, and weights back.
     return seconds + 2 * measured.host / (device.host * 1e9)

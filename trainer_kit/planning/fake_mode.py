@@ -77,6 +77,7 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # of torch
     _tried: ClassVar[set[_Key]] = set()
 
     def __init__(self) -> None:
+        # Constants of a module, such as a mask made at import, are real tensors.
         super().__init__(allow_non_fake_inputs=True)
         # The attributes of a new fake tensor, by device.
         self._attributes: dict[torch.device, dict[str, object]] = {}
@@ -103,6 +104,7 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # of torch
             # Its result may not be repeated: torch's own cache would find that out again.
             return self._dispatch_impl(func, types, args, kwargs)
         # torch decides what may be repeated. Its counters tell what it has decided.
+        # torch has no function that answers whether a result may be repeated.
         repeated = _repeated()
         computed = _computed()
         out = super().dispatch(func, types, args, kwargs)
@@ -146,6 +148,7 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # of torch
         # It returns no tensor, and is half of all calls.
         if func is _DEVICE:
             return None
+        # Global settings under which the same arguments give a result of another dtype, device or class.
         parts: list[object] = [
             func,
             torch.get_default_dtype(),
@@ -184,6 +187,7 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # of torch
                     value.is_neg(),
                     value.is_inference(),
                 )
+                # A view of a larger storage has the same shape, but keeps more memory alive.
                 parts.append(value.untyped_storage().nbytes())
             elif kind in _VALUES:
                 # With the type: 1, 1.0 and True are equal, and results differ in dtype.
@@ -194,6 +198,7 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # of torch
                 if not self._describe(parts, value):
                     return False
             else:
+                # A subclass or an object: only torch knows what its result depends on.
                 return False
         return True
 
@@ -212,6 +217,7 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # of torch
             if output is None:
                 results.append(None)
                 continue
+            # Also a number that was computed: it would be another one with other values.
             if type(output) is not FakeTensor or output.layout is not torch.strided:
                 return None
             result = _describe_result(output, args)
@@ -238,6 +244,7 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # of torch
         shape = result.shape
         stride = result.stride
         device = result.device
+        # As torch's mode does: without it creating the meta tensor would itself be dispatched to this mode.
         with in_kernel_invocation_manager(self):
             output = torch.empty_strided(
                 shape,
@@ -299,6 +306,7 @@ def _describe_result(output: FakeTensor, args: Arguments) -> _Result:
             argument = index
         if view_of is None and _share(value, output):
             view_of = index
+    # An operator in place returns its argument, which shares its storage with itself.
     if argument is not None:
         view_of = None
     return _Result(

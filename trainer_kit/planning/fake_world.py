@@ -47,6 +47,7 @@ __all__ = [
     "unpacked",
 ]  # fmt: skip
 
+# Taken before `adapted` replaces it, which refers to it for real tensors.
 _torch_swap_tensors: Any = torch.utils.swap_tensors
 
 
@@ -74,6 +75,7 @@ def fake_mail(box: Mail) -> Iterator[None]:
         **options: object,
     ) -> None:
         receiver = dist.get_rank(group)
+        # A KeyError here means a stage that ran before its predecessor; `Trial.run` starts with the first one.
         letters = box[receiver]
         # In place: the caller reads its own list.
         objects[:] = letters.pop(0)
@@ -118,6 +120,7 @@ def _once_for_equal_entries(propagate: Function) -> Function:
 
     def propagate_kinds(schema: Any) -> Any:
         if not _is_list_operator(schema):
+            # Other operators have one entry: there is nothing to shorten.
             return propagate(schema)
         list_positions = [
             position
@@ -212,6 +215,7 @@ def adapted(*, fused: bool = False) -> Iterator[None]:
 
     schedules: Any = pipelining.schedules
     exchange = schedules._batch_p2p
+    # Not in every release of torch that is supported: `_replaced` leaves out what is missing.
     concatenate: Any = vars(DeviceMesh).get("_concatenate")
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     recurrent: Any = torch.backends.mkldnn.enabled
@@ -257,6 +261,7 @@ def _replaced(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
     """Inside, attributes have other values; those that this release of torch does not have are left out."""
     originals = []
     for owner, name, replacement in replacements:
+        # vars and not getattr: an inherited method must not be stored on the subclass afterwards.
         if name in vars(owner):
             originals.append((owner, name, vars(owner)[name]))
             setattr(owner, name, replacement)
@@ -295,6 +300,7 @@ def fake_module(module: nn.Module, mode: FakeTensorMode) -> Any:
     Raises:
         ConfigurationError: the module cannot be copied, or an earlier fit has divided it.
     """
+    # deepcopy looks tensors up here first, so that shared parameters become one fake tensor.
     memo: dict[int, object] = {}
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if hasattr(tensor, "placements"):
@@ -323,12 +329,15 @@ def fake_module(module: nn.Module, mode: FakeTensorMode) -> Any:
 def _fake_copy(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     """A tensor or parameter without storage, with the public attributes of this one."""
     with mode, torch.no_grad():
+        # On the CPU also for a module on an accelerator: the operators that run are those of the CPU.
         copied = torch.empty_strided(
             tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
         )
         if isinstance(tensor, nn.Parameter):
             copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
     for name, value in vars(tensor).items():
+        # Attributes of the user, such as a flag for weight decay. Private ones belong to torch and refer to the
+        # original.
         if not name.startswith("_"):
             vars(copied)[name] = value
     return copied
@@ -362,6 +371,7 @@ def fake_batch(
         if dimension is not None:
             shape[dimension] = samples
         elif shape and not samples_first:
+            # Rounded up: an empty tensor would change what the step does.
             shape[0] = -(-shape[0] * samples // size)
         with mode:
             return torch.empty(shape, dtype=tensor.dtype, device="cpu")
@@ -384,6 +394,7 @@ def fake_batch(
 
 def _has_samples_first(batch: object, size: int) -> bool:
     """Whether lists, or the first dimension of tensors, have one entry for each of ``size`` samples."""
+    # A list that could be resized has one entry a sample.
     if resized_lists(batch, size, size + 1) is not batch:
         return True
     return any(tensor.shape[:1] == (size,) for tensor in tensors_of(batch))
@@ -417,6 +428,7 @@ def sample_dimension(batch: object, size: int) -> Callable[[Tensor], int | None]
 
 def resized_lists(value: Nested, size: int, samples: int) -> Nested:
     """Lists of one entry a sample, such as texts or boxes, repeated to the new size; the inner ones of nested lists."""
+    # Exact types: a subclass may need other arguments to be made again.
     if type(value) is dict:
         entries = list(value.values())
         resized = [resized_lists(entry, size, samples) for entry in entries]
@@ -466,6 +478,7 @@ class _Bucket:
         self._missing -= 1
         if self._missing:
             return False
+        # Ready for the next backward: buckets are used in each step.
         self._missing = self._count
         return True
 
@@ -475,6 +488,7 @@ def _bucket_groups(
 ) -> list[list[nn.Parameter]]:
     """The parameters of each bucket, each of one dtype; a bucket is full when it has ``size`` bytes."""
     groups: list[list[nn.Parameter]] = []
+    # A bucket is one flat tensor, so it has one dtype.
     for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
         limit = first_size
         filled = 0
@@ -553,6 +567,7 @@ class FakeReplicas(Strategy):
         trained = [
             parameter for parameter in module.parameters() if parameter.requires_grad
         ]
+        # Reversed, as DDP does: backward completes the last layers first.
         self._lay_out(list(reversed(trained)), sys.maxsize)
         for parameter in trained:
             hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
@@ -582,8 +597,10 @@ class FakeReplicas(Strategy):
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         """Copy a complete gradient into its bucket, and exchange a bucket whose gradients are all complete."""
+        # Inside `no_sync` DDP leaves gradients where autograd has put them.
         if not self._exchanges or parameter.grad is None:
             return
+        # DDP rebuilds its buckets once, after the first backward that exchanges.
         if not self._has_new_layout:
             self._order.append(parameter)
         view = self._views[parameter]
@@ -600,6 +617,7 @@ class FakeReplicas(Strategy):
         last = micro.count - 1
         for index in range(micro.count):
             micro.begin(index)
+            # DDP sends buffers in the first forward after a backward that has synchronized gradients.
             if index == 0 and self._real.wrapper_options["broadcast_buffers"]:
                 broadcast_buffers(self._module, self.world)
             self._exchanges = index == last

@@ -81,6 +81,7 @@ _SLOWER: Final = 10
 """How many times longer a CPU without instructions for 16-bit numbers needs for the same operations."""
 _LIBRARY: Final = frozenset({"convolution", "convolution_backward", "mkldnn_rnn_layer"})
 """Operators that each device computes with a library, which has its own workspaces."""
+# Below these limits a kernel takes a fraction of a second.
 _MOST_BYTES: Final = 64 << 20
 _MOST_FLOPS: Final = 2e9
 """Above these, a kernel runs on fewer samples, twice, and the line through both sizes gives the rest."""
@@ -155,6 +156,7 @@ def record_allocations() -> Iterator[Allocations]:
     try:
         yield allocations
     finally:
+        # Its result is one list of events for each thread; kernels allocate in the calling one.
         for thread in private._disable_profiler_legacy():
             for event in thread:
                 if event.kind() == "memory_alloc":
@@ -204,6 +206,7 @@ class KernelMemory:
         if scaled is None and func in _HALF_KERNELS and args[0].dtype in _HALF:
             scaled = _HALF_KERNELS[func]
             flops *= _SLOWER
+        # A scalar has no dimension of samples that could be made smaller.
         if scaled is None or not args[scaled[0]].dim():
             return None
         # Buffers of threads grow with their number.
@@ -330,6 +333,7 @@ def _resize(args: Arguments, scaled: Sequence[int], samples: int) -> Arguments:
         if not isinstance(tensor, Tensor) or tensor.shape[0] == samples:
             continue
         strides = tensor.stride()
+        # On the meta device: `_zeros` allocates the real one, and this one is never read.
         small = torch.empty_strided(
             (samples, *tensor.shape[1:]), strides, dtype=tensor.dtype, device="meta"
         )
@@ -347,4 +351,5 @@ def _signature(values: object) -> Iterator[Hashable]:
         if isinstance(leaf, Tensor):
             yield (leaf.dtype, tuple(leaf.shape), leaf.stride())
         else:
+            # Numbers too: the stride or the groups of a convolution change its workspace.
             yield leaf

@@ -49,6 +49,7 @@ from trainer_kit.training.session import Session
 
 __all__ = ["AUTOCAST_COPIES", "measure"]
 
+# "<" begins the name of code without a file, such as "<string>" of a dataclass.
 _PACKAGES: Final = (
     str(Path(__file__).parents[1]),
     str(Path(torch.__file__).parents[1]),
@@ -117,6 +118,7 @@ def measure(
     check_module(module, "fit")
     strategy = strategy_for(candidate)
     precision = choose_precision(candidate.precision, None, strategy)
+    # The module's own code may draw: configure_model initializes weights.
     with preserved_rng(strategy.device):
         if strategy.engine not in _RUN:
             reason = f"{strategy.name} cannot run without data"
@@ -126,11 +128,13 @@ def measure(
         )
         try:
             return run(candidate, FakeTensors())
+        # A candidate that cannot be built is an answer, and running it on real tensors would fail in the same way.
         except TrainerKitError:
             raise
         except Exception as error:
             # Of any class: user code, and parts of torch that need values.
             failure = error
+        # Kept by the caller: two real steps serve every micro-batch of a strategy.
         real_steps = real or RealSteps(size or batch_size_of(batch))
         return _measure_otherwise(
             module, candidate, precision, run, real_steps, failure
@@ -156,6 +160,7 @@ def _measure_otherwise(
         failure: why the step does not run on fake tensors.
     """
     reason = f"the step cannot run without data ({_described(failure)})"
+    # Larger modules would need minutes and the memory of their weights on this machine.
     if RealSteps.can_hold(module):
         try:
             measured = real_steps.measure(candidate, run)
@@ -166,6 +171,7 @@ def _measure_otherwise(
             return _with_inexact(measured, reason)
     if isinstance(failure, OptimizerFailed):
         # Forward and backward have run on these tensors once already.
+        # Then the calculation below is what is left, with the first reason.
         with suppress(Exception):
             measured = run(candidate, FakeTensors(), optimizes=False)
             return _with_inexact(measured, reason)
@@ -218,6 +224,7 @@ def _run(
     return Measured(
         candidate=candidate,
         memory=tuple(role.memory for role in roles),
+        # The largest of the ranks: each rank of a pipeline has its own host memory.
         host=max(role.host for role in roles),
         traffic=max((role.traffic for role in roles), key=_bytes_sent),
         flops=max(role.flops for role in roles),
@@ -234,6 +241,7 @@ def _bytes_sent(collectives: Sequence[Traffic]) -> int:
 
 def _line_of(error: Exception) -> str:
     """The last line outside of installed packages, which is the user's."""
+    # From the inside out: an error of the user's line is raised deep inside of torch.
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(_PACKAGES):
             return f" in {Path(frame.filename).name}, line {frame.lineno}"
@@ -253,6 +261,7 @@ def _inexact(module: nn.Module, accelerator: str, roles: Sequence[Role]) -> list
         reasons.append(f"what the CPU's kernels of {names} allocate could not be found")
     if accelerator == "cpu":
         return reasons
+    # Only a CPU's kernel is known here (oneDNN); cuDNN saves a reserve space of its own layout.
     recurrent = {
         type(layer).__name__
         for layer in module.modules()
@@ -285,6 +294,7 @@ def _notes(
         precision = choose_precision(candidate.precision, None, strategy)
         if precision.param_dtype is not None:
             notes.append(AUTOCAST_COPIES)
+    # A model of transformers cannot exist before the package is imported.
     if "transformers" in sys.modules and isinstance(batch, Mapping):
         names = ", ".join(sorted(_READ & batch.keys()))
         if names:
@@ -333,6 +343,7 @@ def _calculated(
         precision: its precision.
         reason: why the step is not run.
     """
+    # Built without values: the layers of configure_model count too.
     mode = FastFakeMode()
     copied = fake_module(module, mode)
     with adapted(), mode, precision.init_context():
@@ -368,6 +379,7 @@ def _calculated(
     if state is None:
         state = _ADAM_STATES * gradients
         notes.append("the optimizer is taken to be Adam")
+    # Master weights in float32, which mixed-precision engines keep beside the 16-bit ones.
     if costs is not None:
         state += costs.masters
     memory = {
@@ -392,6 +404,7 @@ def _calculated(
 
 def _offloaded(candidate: Candidate) -> tuple[str, ...]:
     """The categories of memory that are on the host."""
+    # DeepSpeed's word offloads parameters too, which only stage 3 can.
     if candidate.strategy.endswith("stage_3_offload"):
         return "optimizer", "parameters"
     if candidate.offload or candidate.strategy.endswith("offload"):

@@ -89,6 +89,7 @@ def describe_module(module: nn.Module | Mapping[str, Tensor]) -> Shapes:
         tensors = dict([*module.named_parameters(), *module.named_buffers()])
         blocks = _blocks(module)
     else:
+        # By identity: tied weights are one tensor, and count once.
         trained = set(map(id, module.values()))
         tensors = dict(module)
     parameters = 0
@@ -103,6 +104,7 @@ def describe_module(module: nn.Module | Mapping[str, Tensor]) -> Shapes:
         parameters += elements
         if id(tensor) in trained:
             trainable += elements
+        # Offloading moves a whole layer at once, so the largest one must fit beside the rest.
         owner = name.rpartition(".")[0]
         layers[blocks.get(owner, owner)] += elements
     return Shapes(
@@ -118,6 +120,7 @@ def _blocks(module: nn.Module) -> dict[str, str]:
     undivided = getattr(module, "_no_split_modules", None) or ()
     blocks: dict[str, str] = {}
     for name, block in module.named_modules():
+        # A block inside of a block is part of the outer one, which named_modules yields first.
         if type(block).__name__ not in undivided or name in blocks:
             continue
         for inner_name, _ in block.named_modules(prefix=name):
@@ -160,6 +163,7 @@ def _memory_in(dtype: str, shapes: Shapes) -> MemoryEstimate:
         optimizer = _ADAM_STATES * gradients
     return MemoryEstimate(
         dtype=dtype,
+        # Integer tensors keep their dtype in every conversion.
         weights=_size(shapes.parameters, dtype) + shapes.fixed_bytes,
         gradients=gradients,
         optimizer=optimizer,

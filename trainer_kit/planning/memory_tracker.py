@@ -60,6 +60,7 @@ def storages(values: object) -> Iterator[torch.UntypedStorage]:
         if not isinstance(leaf, Tensor):
             continue
         if is_traceable_wrapper_subclass(leaf):
+            # A wrapper such as DTensor has no storage of its own, only those of its parts.
             names, _ = leaf.__tensor_flatten__()
             yield from storages([getattr(leaf, name) for name in names])
         else:
@@ -169,6 +170,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of tor
         """Give the storages of tensors a category; one that outlives a step is not changed by a later one."""
         for storage in storages(values):
             number = self._number(storage)
+            # An optimizer's state is also an output of operators, and a tied weight a result of several modules.
             if self._category.get(number) not in _STATE:
                 self._category[number] = category
 
@@ -195,6 +197,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of tor
         size = storage.nbytes()
         self._numbers[address] = number
         self._sizes[number] = size
+        # The number and not the category, which may be known only later.
         self._events.append((number, size))
         # Held here: a weak reference that is itself gone calls nothing.
         reference = weakref.ref(storage, lambda _: self._freed(address))
@@ -210,6 +213,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of tor
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Record the new size of a storage. FSDP frees and allocates gathered parameters in this way."""
         number = self._number(storage)
+        # Negative when FSDP frees a gathered parameter, whose storage object stays.
         change = storage.nbytes() - self._sizes[number]
         self._sizes[number] += change
         self._events.append((number, change))
@@ -235,6 +239,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of tor
         if func is _WAIT:
             return args[0]
         kwargs = kwargs or {}
+        # -1 outside of the engine of autograd.
         backward = torch._C._current_graph_task_id() != -1
         if backward and func is _ADD and not kwargs and self._adds_in_place(*args):
             func = _aten.add_.Tensor
@@ -273,6 +278,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of tor
         previous_count = self._count
         number = self._number(output.untyped_storage())
         is_new = number > previous_count
+        # A backward without gradients and an optimizer make temporary tensors only, which keep no category.
         if not is_new or not self._in_step or not torch.is_grad_enabled():
             return
         if backward:
@@ -286,6 +292,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of tor
         self._calibrates = True
         weight = torch.ones(2, requires_grad=True)
         middle = weight * 2
+        # Two uses of one tensor: their gradients are added, which is the addition to look at.
         loss = (middle * 3 + middle * 4).sum()
         loss.backward()  # type: ignore[no-untyped-call]  # of torch
         self._calibrates = False
@@ -311,6 +318,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of tor
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Inside, optimizers step: nothing that is made is an activation."""
+        # What is left of the forward is a result that the module keeps, and no activation of a later backward.
         self._fresh.clear()
         self._in_step = False
         try:
@@ -360,6 +368,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of tor
                 continue
             held_bytes[category] += change
             total += change
+            # `>`: of equal peaks the first, so that the split by category does not depend on what follows.
             if index >= since and total > highest:
                 highest = total
                 at_peak = dict(held_bytes)
@@ -367,6 +376,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of tor
 
 
 def _device_of(func: Operator, tensor: Tensor) -> Result:
+    # Without the dispatcher, which takes most of the time of this call.
     if type(tensor) is FakeTensor:
         return tensor.fake_device
     return func(tensor)

@@ -24,6 +24,7 @@ _Size: TypeAlias = Callable[[Tensor, ParamGroup], float]
 def _plain(moments: int) -> _Size:
     """The state of an optimizer that keeps tensors of the parameter's shape and dtype."""
     return lambda parameter, group: (
+        # One float32 for the count of steps.
         moments * parameter.numel() * parameter.element_size() + _FLOAT
     )
 
@@ -46,6 +47,7 @@ def _factored(parameter: Tensor, group: ParamGroup) -> float:
     """Adafactor: a row and a column of a matrix, a first moment only with ``beta1``, and one number."""
     count = parameter.numel()
     elements = count
+    # A vector has no rows and columns: its second moment is kept whole.
     if parameter.dim() > 1:
         elements = count // parameter.shape[-1] + count // parameter.shape[-2]
     if group.get("beta1") is not None:
@@ -90,6 +92,7 @@ def state_of(optimizers: Iterable[Optimizer]) -> tuple[int, tuple[str, ...]]:
     total = 0.0
     lines: dict[str, None] = {}
     for optimizer in optimizers:
+        # By name: the libraries need not be installed, and importing one may start a device.
         name = type(optimizer).__name__
         size = _SIZES.get(name)
         line = f"the state of {name} is calculated, and what its step allocates is not in it"
@@ -99,6 +102,7 @@ def state_of(optimizers: Iterable[Optimizer]) -> tuple[int, tuple[str, ...]]:
         # A dictionary keeps the order, and each line once.
         lines[line] = None
         for group in optimizer.param_groups:
+            # The part of a sharded parameter that this rank holds.
             trained = [local(each) for each in group["params"] if each.requires_grad]
             total += sum(size(parameter, group) for parameter in trained)
     return int(total), tuple(lines)

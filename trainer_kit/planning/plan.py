@@ -112,6 +112,7 @@ class Plan:
         machines = _machines(row.candidate, self.question)
         script = self.script or "train.py"
         if machines == 1:
+            # The Trainer starts the ranks of one machine itself; several machines need a launcher on each.
             return f"python {script}"
         return (
             f"trainer-kit launch --num_machines {machines} --num_processes {row.candidate.world} \\\n"
@@ -152,17 +153,20 @@ class Plan:
         """
         page = _page(self)
         if path is not None:
+            # Atomically: a page that a browser reloads is never half of one.
             replace_file(Path(path), page.encode())
         return page
 
     def __str__(self) -> str:
         return _text(self)
 
+    # A notebook and a Python shell show the table; the fields would fill screens.
     __repr__ = __str__
 
 
 def _json_measured(measured: Measured | None) -> dict[str, object]:
     if measured is None:
+        # Null and not left out: every row of the file has the same keys.
         unknown = dict.fromkeys(("memory", "peak", "host", "flops", "exact"))
         return {**unknown, "notes": [], "traffic": []}
     return {
@@ -177,6 +181,7 @@ def _json_measured(measured: Measured | None) -> dict[str, object]:
 
 
 def _machines(candidate: Candidate, question: Question) -> int:
+    # Rounded up: the last machine may have ranks on some of its devices only.
     return -(-candidate.world // question.device.group)
 
 
@@ -190,6 +195,7 @@ def _strategy_source(candidate: Candidate) -> str:
         axis = strategy[:2]
         size = strategy[2:]
         return f"MeshStrategy(dp_shard=-1, {axis}={size})"
+    # The only strategy with an offload that a search tries by itself; others have it in their word.
     if candidate.offload and strategy == "fsdp":
         strategy = "fsdp_cpu_offload"
     return f'"{strategy}"'
@@ -207,6 +213,7 @@ def _arguments(candidate: Candidate, question: Question) -> dict[str, str]:
     arguments["precision"] = f'"{candidate.precision}"'
     if candidate.accumulate > 1:
         arguments["accumulate_grad_batches"] = str(candidate.accumulate)
+    # Always there: the micro-batch follows from it, and the script's loader may have another batch size.
     arguments["global_batch_size"] = str(step_samples(candidate))
     if candidate.activation_checkpointing:
         arguments["activation_checkpointing"] = "True"
@@ -251,6 +258,7 @@ def _text_of_world(plan: Plan, world: int) -> list[str]:
 
 def _unfitting_lines(rows: Sequence[Row]) -> list[str]:
     """One line for each configuration that does not fit, with all the precisions that fail for the same reason."""
+    # A configuration that cannot be built fails in each precision with the same text.
     precisions: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row.estimate is None:
@@ -343,6 +351,7 @@ def _speed(estimate: Estimate) -> str:
         speed = estimate.samples_per_second
     if speed < 1000:
         return f"{speed:,.4g}"
+    # Above 1000, four digits would show a precision that an estimate does not have.
     return f"{speed:,.0f}"
 
 
@@ -447,6 +456,7 @@ def _bars(row: Row, limit: int, scale: float) -> Iterator[str]:
     candidate = row.candidate
     for number, role in enumerate(row.measured.memory, 1):
         batch = f"{candidate.micro_batch} x {candidate.accumulate}"
+        # Only the stages of a pipeline differ from each other.
         if len(row.measured.memory) > 1:
             batch += f", rank role {number}"
         peak = sum(role.values())
@@ -466,6 +476,7 @@ def _segments(role: Mapping[str, int], scale: float) -> str:
     segments = []
     for number, name in enumerate(CATEGORIES):
         size = role.get(name, 0)
+        # Cut at the edge, so that a peak beyond the scale does not cover the number beside the bar.
         width = min(100 * size / scale, 100 - offset)
         if width > 0:
             title = escape(f"{name}: {in_units(size)}")

@@ -110,6 +110,7 @@ def plan_fit(
     """
     began = time.monotonic()
     worlds = _worlds(world, device, global_batch)
+    # All arguments are checked before `prepare_data` runs, which may download for minutes.
     module = _check_planned_module(trainer, module)
     strategies = _unique_names("strategies", strategies, check_strategy_name)
     precisions = _unique_names("precisions", precisions, make_precision)
@@ -119,12 +120,14 @@ def plan_fit(
     if arguments is None:
         arguments = trainer.arguments
     batch, size = _prepare_batch(trainer, module, loaders, datamodule)
+    # For the bytes that auto compares, and to choose whether to fork; the search builds copies of its own.
     built = _build_copy(module, trainer)
     notes: list[str] = []
     if global_batch is None:
         global_batch = _global_batch(trainer, arguments, size, notes)
     row, device_name = _device(device, worlds, notes)
     limit = _memory_limit(row, max_memory, notes)
+    # After the device, whose data sheet decides between bfloat16 and float16.
     if not precisions:
         precisions = _precisions(arguments, row, notes)
     with _named("loss_weight counted the tokens of the first batch"):
@@ -140,6 +143,7 @@ def plan_fit(
         assumptions=assumptions,
     )
 
+    # A short search prints its table only; a long one shows that it works.
     def say_later(text: str) -> None:
         if time.monotonic() - began > _QUIET:
             say(text)
@@ -150,6 +154,7 @@ def plan_fit(
     rows = search(
         question, module, measure_candidate, say_later, several=_is_large(built)
     )
+    # On one rank auto has nothing to choose.
     if worlds[-1] > 1:
         notes.append(_describe_auto(built, precisions[0], row, rows))
     notes += _notes(rows, global_batch, _users_strategy(trainer, arguments))
@@ -172,6 +177,7 @@ def _measure_with(
     arguments: Mapping[str, object],
 ) -> Callable[[Candidate], Measured]:
     """A function that measures a candidate with this trainer, module and batch of ``size`` samples."""
+    # Any accelerator of the table counts as CUDA: what differs is the optimizer's implementation and host memory.
     accelerator = "cuda"
     if device_name == "cpu":
         accelerator = "cpu"
@@ -189,6 +195,7 @@ def _measure_with(
             size=size,
             real=real_steps,
         )
+        # Only there: other candidates are built without the user's object.
         if candidate.strategy != "ddp":
             return measured
         return replace(measured, notes=measured.notes + _uncounted(strategy))
@@ -201,9 +208,11 @@ def _memory_limit(device: Device, max_memory: int | None, notes: list[str]) -> i
     if max_memory is None:
         limit = int(device.memory * 1e9 * (1 - _RESERVE))
         origin = f"{1 - _RESERVE:.0%} of {device.memory:.4g} GB"
+    # A limit of the user is taken as it is; they know what else uses the device.
     else:
         limit = max_memory
         origin = "given"
+    # First: the table is read against it.
     notes.insert(0, f"memory limit of a rank: {in_units(limit)} ({origin})")
     return limit
 
@@ -216,6 +225,7 @@ def _worlds(
     world: int | Sequence[int], device: str | None, global_batch: int | None
 ) -> tuple[int, ...]:
     """The numbers of ranks, ascending; refuses arguments of the wrong type or size."""
+    # Here, because `trainer-kit plan` calls this function without `Trainer.plan`.
     check_type("Trainer.plan", "world", world, int | Sequence[int])
     check_type("Trainer.plan", "device", device, str | None)
     check_type("Trainer.plan", "global_batch_size", global_batch, int | None)
@@ -246,6 +256,7 @@ def _check_planned_module(trainer: Session, module: Any) -> Any:
     running = ""
     if trainer.state_verb:
         running = f"a running {trainer.state_verb}"
+    # torch has one default group, and the fake world needs it.
     if dist.is_initialized():
         running = f"a process group of {plural(dist.get_world_size(), 'rank')}"
     if running:
@@ -262,6 +273,7 @@ def _named(doing: str) -> Iterator[None]:
     """Add what was tried to an exception of the user's code."""
     try:
         yield
+    # An error of this library already names its cause.
     except TrainerKitError:
         raise
     except Exception as error:
@@ -326,6 +338,7 @@ def _prepare_batch(
     datamodule: DataModule | None,
 ) -> tuple[object, int]:
     """Prepare the data as a fit does; returns the first batch, and the size of the loader's batches."""
+    # A plan before a fit must not change the run's random numbers.
     with preserved_rng(torch.device("cpu")):
         with _named("the plan called prepare_data() and setup(), as a fit does"):
             prepare(trainer, module, datamodule)
@@ -340,6 +353,7 @@ def _first_batch(loaders: object) -> tuple[object, int]:
             "the plan needs training data",
             fix="pass a loader, or define train_dataloader()",
         )
+    # A map-style dataset can be iterated, and would give single samples as batches.
     if isinstance(loaders, Dataset) and not isinstance(loaders, IterableDataset):
         raise ConfigurationError(
             "this is not a loader",
@@ -363,6 +377,7 @@ def _first_batch(loaders: object) -> tuple[object, int]:
 
 def _generators_of_loaders(loaders: Loaders) -> list[RandomGenerator]:
     """The random generators that reading a batch draws from."""
+    # As the fit combines them, so that the first batch has the same structure.
     if is_tree(loaders):
         loaders = CombinedLoader(loaders, "max_size_cycle")
     single_loaders = [loaders]
@@ -376,6 +391,7 @@ def _generators_of_loaders(loaders: Loaders) -> list[RandomGenerator]:
 
 def _generator_owners(loader: object) -> list[object]:
     """The objects of a loader that may have generators."""
+    # Each of them may have its own: a DataLoader passes its generator only to a sampler that it creates itself.
     batch_sampler = getattr(loader, "batch_sampler", None)
     return [
         loader,
@@ -402,6 +418,7 @@ def _global_batch(
     ranks = 1
     unknown = f", as devices={devices!r} gives no number"
     if str(devices).isdigit():
+        # The ranks of the script's own run, which decide its global batch; not those of the plan.
         ranks = int(devices) * int(arguments.get("num_nodes", 1))
         unknown = ""
     window = trainer.accumulate_grad_batches
@@ -430,6 +447,7 @@ def _notes(rows: Sequence[Row], samples: int, strategy: Strategy | None) -> list
         notes.append(
             "a step that cannot run without data may also have a mistake: try it with Trainer(fast_dev_run=True)"
         )
+    # A dict keeps the order, and each line once: candidates share most of their reasons.
     reasons: dict[str, None] = {}
     for needs in measured:
         reasons |= dict.fromkeys(needs.inexact)
@@ -441,6 +459,7 @@ def _notes(rows: Sequence[Row], samples: int, strategy: Strategy | None) -> list
         for row in rows
         if row.measured is not None
     }
+    # Without this line a faster row could be one that trains with fewer samples.
     for world, count in samples_by_world.items():
         if count != samples:
             notes.append(
@@ -480,12 +499,15 @@ def _row_of_gpu(gpu: str) -> str:
 
 def _this_machine(ranks: int) -> Device:
     """The CPU as a device: its share of the host's memory, and rates from a short measurement."""
+    # Large enough for all cores, small enough for a millisecond. Values do not matter.
     matrix = torch.ones(768, 768)
     vector = torch.ones(1 << 22)
     matmul_seconds = _fastest(lambda: matrix @ matrix)
     copy_seconds = _fastest(vector.clone)
     memory = device_memory(torch.device("cpu"), ranks) or 8 << 30
+    # Of one rank: the ranks share the cores.
     rate = 2 * 768**3 / matmul_seconds / 1e12 / ranks
+    # Twice: a copy reads and writes.
     bandwidth = 2 * vector.nbytes / copy_seconds / 1e9 / ranks
     return Device(
         name="CPU",
@@ -496,6 +518,7 @@ def _this_machine(ranks: int) -> Device:
         bandwidth=bandwidth,
         link=5,
         host=bandwidth,
+        # All ranks are on this machine, whatever their number.
         group=1 << 30,
         network=5,
         system="this machine",
@@ -505,6 +528,7 @@ def _this_machine(ranks: int) -> Device:
 
 def _fastest(call: Callable[[], object]) -> float:
     times = []
+    # The fastest of five: the first call starts threads, and other programs disturb some.
     for _ in range(5):
         began = time.perf_counter()
         call()
@@ -520,6 +544,7 @@ def _precisions(
     name = "32-true"
     if isinstance(precision, (str, int)):
         name = _PRECISION_NAMES.get(str(precision), str(precision))
+    # A script that chose a low precision is not shown another one: results would differ.
     if not name.startswith("32"):
         notes.append(f"precision: the script's {name}")
         return (name,)
@@ -568,6 +593,7 @@ def _describe_auto(
             fitting.setdefault(candidate.world, set()).add(candidate.strategy)
     for world, strategies in tried.items():
         fits = fitting.get(world, set())
+        # Only where the search has tried it: a user's list of strategies may leave it out.
         if fits and automatic in strategies - fits:
             return (
                 f"{text}. On {plural(world, 'rank')} that does not fit: auto does not count "

@@ -126,8 +126,10 @@ def _initialize(module: nn.Module) -> None:
         missing = [name for name, tensor in tensors if tensor.is_meta]
         if not missing:
             continue
+        # Without recursion: children with values keep them.
         submodule.to_empty(device="cpu", recurse=False)
         with torch.no_grad():
+            # First numbers for everything, then the layer's own method for what it knows: not every layer has one.
             for name in missing:
                 _fill(name, getattr(submodule, name))
         reset = getattr(submodule, "reset_parameters", None)
@@ -138,6 +140,7 @@ def _initialize(module: nn.Module) -> None:
 def _fill(name: str, tensor: Tensor) -> None:
     """Small random numbers for matrices, ones for the weights of norms, zeros for the rest."""
     if tensor.dim() > 1 and tensor.is_floating_point():
+        # Small: large values overflow in 16 bits, and a step that reads values may do something else with NaN.
         tensor.normal_(0, 0.02)
     elif name.endswith("weight"):
         tensor.fill_(1)
@@ -237,6 +240,7 @@ class RealSteps:
                 self._pairs[key] = self._pair(candidate, run)
             except Exception as error:
                 # Of any class: user code.
+                # Kept, so that the search does not run a failing step again for each micro-batch.
                 self._pairs[key] = error
         pair = self._pairs[key]
         if isinstance(pair, Exception):
@@ -269,6 +273,7 @@ class RealSteps:
             measured = run(replace(candidate, micro_batch=samples), tensors)
             return _RealStep(measured, tensors.records)
 
+        # The loader's own size first: it is what the script runs, so it is most likely to work.
         large = run_size(max(2, self.size))
         try:
             return run_size(large.samples // 2), large
@@ -283,6 +288,7 @@ def _in_proportion(step: _RealStep, candidate: Candidate) -> Measured:
     memory = []
     for role in step.measured.memory:
         scaled = {name: round(role[name] * share) for name in CATEGORIES}
+        # Weights, gradients and optimizer state do not grow with samples.
         scaled |= {name: role[name] for name in _STATE}
         memory.append(scaled)
     flops = round(share * step.measured.flops)
@@ -308,10 +314,12 @@ def _on_line(small: _RealStep, large: _RealStep, candidate: Candidate) -> Measur
 
     def scale_traffic(high: Traffic) -> Traffic:
         low = low_traffic.get((high.kind, high.axis))
+        # A collective that the smaller step did not have cannot be put on a line.
         if low is None:
             return high
         return replace(high, bytes=between(low.bytes, high.bytes))
 
+    # Everything else, such as notes, is that of the larger step, which is nearer to real sizes.
     return replace(
         many,
         memory=tuple(memory),

@@ -126,6 +126,7 @@ def search(
     else:
         tables = [run_search() for run_search in searches]
     ranked: list[Row] = []
+    # In the order of the question, whichever fork has finished first.
     for world, strategies in strategies_by_world.items():
         rows: list[Row] = []
         for strategy in strategies:
@@ -152,10 +153,13 @@ def _strategies(module: nn.Module, world: int, device: Device) -> Iterator[str]:
         yield "single_device"
         return
     yield from ("ddp", "fsdp")
+    # With one machine hybrid sharding is FSDP.
     if world > device.group and world % device.group == 0:
         yield f"hsdp{device.group}"
+    # Only the module knows how its layers are split; without a plan these two would be refused.
     if not is_overridden("configure_parallel", module, TrainModule):
         return
+    # Within a machine: these axes exchange in each layer, and links between machines are several times slower.
     sizes = [size for size in (2, 4, 8) if size <= device.group and world % size == 0]
     for axis in ("tp", "pp"):
         for size in sizes:
@@ -196,6 +200,7 @@ class _Search:
             return
         row = self._row(candidate)
         yield row
+        # Checkpointing and offload save what is not known of such a step.
         if row.measured is None or not row.measured.ran:
             return
         fits = row.estimate is not None
@@ -208,6 +213,8 @@ class _Search:
             )
             yield checkpointing_row
             fits = fits or checkpointing_row.estimate is not None
+        # With checkpointing, since offload alone moves no activations: what is on the device must be as small as it
+        # can.
         if strategy in _OFFLOADS and not offload and not fits:
             yield self._row(
                 replace(candidate, activation_checkpointing=True, offload=True)
@@ -217,6 +224,7 @@ class _Search:
         """The row of the largest micro-batch that fits."""
         try:
             measured = self._largest(single_sample, self._sizes(single_sample))
+            # A window that does not fit is not ranked, so nothing of it is extrapolated.
             if measured.peak <= self.question.limit:
                 measured = self._scaled(measured)
         except Exception as error:
@@ -260,9 +268,11 @@ class _Search:
         """The micro-batches that divide a rank's batch, from small to large: single samples, and halves of halves."""
         inner = inner_ranks(candidate)
         data_ranks = max(1, candidate.world // inner)
+        # At least one sample: with more ranks than samples the global batch grows, and a note of the plan says so.
         batch = max(1, self.question.global_batch // data_ranks)
         sizes = {1, batch}
         half = batch
+        # Halves only: a micro-batch must divide the batch of a rank, and each size costs a measurement.
         while half % 2 == 0:
             half //= 2
             sizes.add(half)
@@ -275,6 +285,7 @@ class _Search:
     def _largest(self, single_sample: Candidate, sizes: Sequence[int]) -> Measured:
         """Measure the largest micro-batch that fits, or the smallest; each sample adds the same memory."""
         limit = self.question.limit
+        # The whole batch first: where it fits, which is the usual case, nothing else is measured.
         largest = self._run(single_sample, sizes[-1], sizes)
         if largest.peak <= limit or len(sizes) == 1 or not largest.ran:
             return largest
@@ -284,9 +295,11 @@ class _Search:
         index, smallest = self._smallest(single_sample, sizes, largest)
         samples = sizes[-1] - sizes[index]
         slope = (largest.peak - smallest.peak) / max(1, samples)
+        # The first strategy's is kept: it is only a guess for the others, and `_guess` checks it.
         self._slopes.setdefault(_slope_key(single_sample), slope)
         if smallest.peak > limit:
             return smallest
+        # Measured too, and not only predicted: every ranked row is a measured one.
         for size in reversed(sizes[index + 1 : -1]):
             if smallest.peak + slope * (size - sizes[index]) <= limit:
                 measured = self._run(single_sample, size, sizes)
@@ -340,6 +353,7 @@ class _Search:
             single_sample, micro_batch=size, accumulate=min(window, _MEASURED_WINDOW)
         )
         measured = self._measure_once(candidate)
+        # The row names the real window; `_scaled` adds what its other micro-batches need.
         return replace(measured, candidate=replace(candidate, accumulate=window))
 
     @staticmethod
@@ -363,6 +377,7 @@ class _Search:
 
     def _scaled(self, measured: Measured) -> Measured:
         """Scale a window from two measured micro-batches: each further one adds as much as the second."""
+        # Memory is not scaled: the second micro-batch already adds to existing gradients.
         further = measured.candidate.accumulate - _MEASURED_WINDOW
         if further <= 0:
             return measured
@@ -372,6 +387,7 @@ class _Search:
         def extrapolate(traffic: Traffic) -> Traffic:
             added_count = traffic.count
             added_bytes = traffic.bytes
+            # Two micro-batches less one are what each further one adds: what is sent once a step cancels out.
             before = single_traffic.get((traffic.kind, traffic.axis))
             if before is not None:
                 added_count -= before.count
@@ -403,6 +419,7 @@ class _Search:
         whole_batch = self._results.get(self._key(replace(single, micro_batch=samples)))
         if whole_batch is None or not whole_batch.ran:
             return self._measure_once(single)
+        # FLOPs in proportion to samples: otherwise something depends on the batch in another way.
         if whole_batch.flops * 2 * candidate.micro_batch != measured.flops * samples:
             return self._measure_once(single)
         if not _same_bytes_each(whole_batch, measured):
@@ -422,6 +439,7 @@ class _Search:
         name, size = max(role.items(), key=lambda item: item[1])
         state = self._state(measured)
         text = f"needs {in_units(measured.peak)}"
+        # Then no smaller batch helps, which is what the reader would try next.
         if measured.candidate.micro_batch == 1:
             text += " with one sample"
         if state > self.question.limit:
@@ -465,6 +483,7 @@ def _slope_key(candidate: Candidate) -> tuple[str, bool, int]:
 
 def _text(error: Exception) -> str:
     """What went wrong, in one line."""
+    # The first line: torch's errors continue with C++ frames.
     if not isinstance(error, TrainerKitError):
         lines = str(error).strip().splitlines() or [""]
         return f"{type(error).__name__}: {lines[0]}"

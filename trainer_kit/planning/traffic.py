@@ -53,6 +53,8 @@ class TrafficCounter:
         # Operators that only wait for a collective send nothing themselves.
         if func not in collective_ops or func in sync_ops:
             return
+        # Private classes of torch (`torch.distributed._tools`), which know where each collective has its group and
+        # size.
         group = CollectiveOp.get_process_group(func, args)
         ranks = tuple(dist.get_process_group_ranks(group))
         # A group of one rank sends nothing.

@@ -176,6 +176,7 @@ class Trial:
             OptimizerFailed: forward and backward ran, and the step of an optimizer did not.
         """
         world = self.candidate.world
+        # A strategy that is not started yet: it knows the sizes of its axes without a process group.
         stages = strategy_for(self.candidate).places(world).get("pp", 1)
         # One rank of each stage: the others of a stage hold and send the same. A stage
         # learns the shapes of its inputs from the one before, which has run by then.
@@ -185,8 +186,10 @@ class Trial:
     def _role(self, rank: int, box: Mail) -> Role:
         """Run the steps on one rank."""
         candidate = self.candidate
+        # A new one for each rank: a strategy that has started belongs to its fake world.
         strategy = strategy_for(candidate)
         precision = choose_precision(candidate.precision, None, strategy)
+        # DDP's reducer is compiled code, which refuses fake tensors.
         if isinstance(strategy, DDPStrategy):
             strategy = FakeReplicas(strategy)
         on_cpu = self.accelerator == "cpu"
@@ -209,8 +212,10 @@ class Trial:
             try:
                 run = self._composed(strategy, precision)
                 since = self._steps(run, tracker, counter)
+                # Inside the world: a sharded parameter shows the size of its own part only there.
                 if not self.optimizes:
                     state, inexact = state_of(run.stepper.configured.optimizers)
+                # Hooks and references to the module: otherwise the copy would live until the garbage collector runs.
                 run.runner.release()
                 run.windows.release()
             finally:
@@ -246,6 +251,7 @@ class Trial:
     def _steps(self, run: Fit, tracker: StepTracker, counter: TrafficCounter) -> Mark:
         """Run all steps; return the place in the tracker's record where the last one began."""
         optimizers: Sequence[Optimizer] = run.stepper.configured.optimizers
+        # The tensors are on the CPU here, on which torch would step them one by one with less temporary memory.
         if self.accelerator != "cpu":
             _step_together(optimizers)
         state = [*run.module.parameters(), *run.module.buffers()]
@@ -268,6 +274,7 @@ class Trial:
                     since = tracker.mark()
                     counter.restart()
                     tensors.begin()
+                # A batch is an input that backward needs, as activations are.
                 tracker.note(list(tensors_of(window.batches)), "activations")
                 run.forward_backward(window)
                 # Before the step, which drops gradients, and after it, which makes state.
@@ -280,6 +287,7 @@ class Trial:
     def _step(self, run: Fit, window: Window, tracker: StepTracker) -> None:
         """Step the optimizers, or only drop the gradients."""
         if not self.optimizes:
+            # The gradients of the first step must not be there in the second.
             for optimizer in run.stepper.configured.optimizers:
                 optimizer.zero_grad()
             return
@@ -299,16 +307,19 @@ class Trial:
         session.show_module(module)
         session.metrics.attach(strategy, module)
         with self.tensors.mode:
+            # `configure_model` may read the Trainer.
             module.trainer = session
             build_module(session, module, "fit")
             # Again, for submodules that `configure_model` has built.
             module.trainer = session
             module.train()
+            # The same batch for all micro-batches: each step has the same shapes.
             loader = [batch] * (self.candidate.accumulate * (1 + _WARM_UP))
             session.training_loaders.use(loader)
             bus = Bus(session, module, [], None, session.metrics)
             run = compose_fit(session, module, None, loader, None, bus)
             session.begin_fit(run, Settler(run))
+        # Weights by loss_weight would be read from tensors that have no values.
         run.windows.weigh_by_samples()
         return run
 
@@ -323,6 +334,7 @@ class Trial:
                 precision=precision,
                 options=replace(
                     trainer.options,
+                    # torch.compile would trace fake tensors for minutes; what it saves is not in a plan.
                     compile_options=None,
                     compile_regional=False,
                     recomputes=recomputes,
@@ -332,6 +344,7 @@ class Trial:
             session = Session(
                 settings=_without_data(_defaults()),
                 options=CompositionOptions(
+                    # The only argument that composition reads from here.
                     arguments={"reload_dataloaders_every_n_epochs": 0},
                     recomputes=recomputes,
                     is_silent=True,
@@ -377,6 +390,7 @@ def _defaults() -> Settings:
 
 def _without_data(settings: Settings) -> Settings:
     """Settings for a list of equal batches: each rank reads all of them, and their weights are not read."""
+    # All of the list is read, and nothing is validated: what the script limits does not change a step.
     limits: dict[str, int | float] = {**settings.limits, "train": 1.0, "val": 0}
     return replace(
         settings,
@@ -394,5 +408,6 @@ def _step_together(optimizers: Sequence[Optimizer]) -> None:
         for group in optimizer.param_groups:
             # None lets torch choose, by the device of the tensors, which is the CPU here.
             is_open = "foreach" in group and group["foreach"] is None
+            # torch refuses both together.
             if is_open and not group.get("fused"):
                 group["foreach"] = True
