@@ -60,6 +60,7 @@ def check_file(path: str) -> None:
     try:
         if not os.path.isfile(path):
             raise FileProblem(f"{path}: the file does not exist")
+        # Before it is read: a path may be a checkpoint by mistake.
         if os.path.getsize(path) > _MOST_BYTES:
             raise FileProblem(
                 f"{path}: larger than {_MOST_BYTES // 1000} kB, which no configuration is"
@@ -111,6 +112,7 @@ def check_keys(
     for option, value in _options_with_values(words):
         try:
             node = yaml.compose(value, Loader=yaml.SafeLoader)
+        # A plain text, which has no keys.
         except (yaml.YAMLError, ValueError, OverflowError):
             continue
         keys.check(
@@ -131,6 +133,7 @@ def _options_with_values(words: Sequence[str]) -> list[tuple[str, str]]:
         for argument in words
         if argument.startswith("--") and "=" in argument
     ]
+    # A switch without a value is paired with the next word; that word is only searched for keys.
     separate = [
         (argument, value)
         for argument, value in pairwise(words)
@@ -180,6 +183,7 @@ def _check_mapping_keys(path: str, node: yaml.MappingNode) -> None:
         position = f"{path}:{key.start_mark.line + 1}"
         if not is_text:
             raise FileProblem(f"{position}: a key must be a word")
+        # PyYAML takes the last of two equal keys in silence.
         if key.value in keys:
             raise FileProblem(f"{position}: {shorten(key.value)}: given twice")
         keys.add(key.value)
@@ -214,6 +218,7 @@ class _Keys:
     """
 
     def __init__(self, options: Iterable[str], kinds: Classes) -> None:
+        # jsonargparse adds `--NAME.help` for each class.
         keys = {option for option in options if not option.endswith(".help")}
         parents: set[str] = set()
         for key in keys:
@@ -274,6 +279,7 @@ class _Keys:
         for name, value in pairs:
             key = _join_key(outer, name.value)
             line = name.start_mark.line + 1
+            # Only an empty mapping: an unknown key with a value is refused by jsonargparse itself.
             if _is_empty(value) and not self._is_known(key):
                 near = did_you_mean(key, self._known_keys, otherwise="see --help")
                 self._refuse(key, line, f"unknown key, {near}")
@@ -332,6 +338,7 @@ class _Keys:
             return imported_class(path)
         for kind in self._kinds.values():
             for cls in find_subclasses(kind):
+                # jsonargparse accepts the name alone where it is unique.
                 if cls.__name__ == path:
                     return cls
         return None

@@ -236,6 +236,7 @@ class Arguments:
         if command:
             options = by_command.get(command, {})
         else:
+            # The parser above the commands gets none of their options.
             options = {k: v for k, v in by_command.items() if k not in _COMMANDS}
         # With abbreviations a misspelt option could match another option.
         standard = {
@@ -261,6 +262,7 @@ class Arguments:
             default=extension.seed,
             help="seed of Python, NumPy, torch and the order of the data; false seeds none",
         )
+        # Without _PARTS, whose annotations in the constructor are too wide.
         parser.add_class_arguments(
             class_of(extension.trainer),
             "trainer",
@@ -277,6 +279,7 @@ class Arguments:
                 continue
             if self._choose[name]:
                 required = name == "model" or self._needs_data
+                # An argument without a type takes any value, as in Lightning; `check_keys` refuses a class for it.
                 parser.add_subclass_arguments(
                     kind, name, required=required, fail_untyped=False
                 )
@@ -317,6 +320,7 @@ class Arguments:
             prog = f"{prog} {command}"
         if self._extension.commands and command_line:
             _refuse_early_option(prog, command_line[0].partition("=")[0])
+        # jsonargparse has no public list of its options.
         options = [
             option
             for option in self._parsers[command]._option_string_actions
@@ -376,6 +380,7 @@ class Arguments:
         """
         try:
             return self._parsed(self.parser.parse_object(values))
+        # jsonargparse raises the other three for a wrong structure of the dict.
         except (jsonargparse.ArgumentError, KeyError, TypeError, ValueError) as error:
             _refuse(" ".join(str(error).split()))
 

@@ -154,6 +154,7 @@ def _diff(a: Location, b: Location, exit_code: bool) -> None:
     differences = diff(a, b)
     for difference in differences:
         click.echo(str(difference))
+    # As `git diff`: 0 by default, so that a script with `set -e` may print differences.
     sys.exit(int(bool(differences) and exit_code))
 
 

@@ -61,6 +61,7 @@ def words_from_checkpoint(
         *files,
         *({option.removeprefix("--"): value} for option, value in _options(words)),
     ]
+    # An empty path is none: `ckpt_path: null` in a file overrides nothing.
     paths = [entry["ckpt_path"] for entry in settings if entry.get("ckpt_path")]
     path = None
     if paths:
@@ -84,6 +85,7 @@ def words_from_checkpoint(
             texts[name] = text
     if not texts and not refused:
         return CheckpointWords()
+    # The line is printed, and may end in a log that others read.
     shown = mask_secrets({name: hparams[name] for name in texts})
     listed = ", ".join(f"{name}={value!r}" for name, value in shown.items())
     line = f"hyperparameters of {path}: {listed or 'none'}"
@@ -148,6 +150,7 @@ def _model_arguments(entry: JsonObject) -> set[str]:
     for key, value in entry.items():
         if key == _MODEL and isinstance(value, Mapping):
             inner = value.get("init_args")
+            # Both forms: `model: {width: 3}`, and `model: {class_path: ..., init_args: {width: 3}}`.
             names.update(value)
             if isinstance(inner, Mapping):
                 names.update(inner)
@@ -214,5 +217,6 @@ def _plain(value: object) -> Nested:
             return _UNWRITABLE
         return elements
     if callable(value):
+        # A function or class, which jsonargparse reads by its import path; a lambda has none.
         return import_path(value) or _UNWRITABLE
     return _UNWRITABLE

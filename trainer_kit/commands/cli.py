@@ -169,6 +169,7 @@ class SaveConfigCallback(Callback):
         # A program may call several commands on one Trainer: the configuration is that of all of them.
         if self.already_saved or not trainer.is_global_zero:
             return
+        # A run that leaves no file of its own shall leave no configuration either.
         writes = trainer.loggers or (
             stage == "fit" and trainer.checkpoint_callback is not None
         )
@@ -200,6 +201,7 @@ def _write_new(first: Path, text: str, overwrite: bool) -> None:
     number = 1
     path = first
     if overwrite:
+        # And not opened for writing: a link would have its target overwritten, and a wide mode would stay.
         path.unlink(missing_ok=True)
     while True:
         try:

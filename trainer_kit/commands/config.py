@@ -40,6 +40,7 @@ _HOLDS: Final = (
     ("DEEPSPEED", "in shards, by DeepSpeed"),
     ("MEGATRON_LM", "in pieces, by Megatron-LM"),
 )
+# Values as texts, as the wizard shows and reads them.
 _ENGINES: Final[Mapping[str, Mapping[str, str]]] = {
     "FSDP": {
         "fsdp_version": "2",
@@ -122,6 +123,7 @@ def _ask_processes(answers: JsonObject, kind: str) -> None:
                 name: _ask(SECTIONS[section][name], default)
                 for name, default in _ENGINES[engine].items()
             }
+        # As Accelerate's wizard writes it; `launch` takes it as no restriction.
         answers["gpu_ids"] = "all"
 
 
@@ -268,6 +270,7 @@ def _basic_configuration(mixed_precision: str) -> JsonObject:
         "distributed_type": distributed_type,
         "num_processes": max(count, 1),
         "num_machines": 1,
+        # The file may be read on a machine with a device, but it describes this one.
         "use_cpu": device is None,
         "mixed_precision": mixed_precision,
         "debug": False,

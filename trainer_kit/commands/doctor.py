@@ -156,6 +156,7 @@ def _measure_alone(directory: Path) -> Survey:
     from trainer_kit.health.survey import survey
     from trainer_kit.strategies.single import Alone
 
+    # Without a process group: a blocked port must not hide what one process can measure.
     return survey(Alone(), pick_device(), directory)
 
 

@@ -31,6 +31,7 @@ class _SeveralDtypes(click.Command):
     """Takes several words after ``--dtypes``, as Accelerate's command does."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        # Before the options are read, which need the room's table of dtypes.
         need_wing("planning", "trainer-kit estimate-memory")
         from trainer_kit.planning.memory import DTYPES
 
@@ -148,6 +149,7 @@ def _mapping(text: str) -> Keywords:
 
     try:
         guarded_events(text)
+        # After `guarded_events`, which ends at a size and depth that a hostile text could exceed.
         mapping = yaml.safe_load(text)
     except (YamlProblem, yaml.YAMLError, ValueError) as error:
         raise ConfigurationError(
@@ -226,6 +228,7 @@ def _from_library(library: str, name: str, arguments: Keywords) -> nn.Module:
             name, lambda: package.create_model(name, pretrained=False, **arguments)
         )
     model_class = getattr(package, name, None)
+    # Pipelines and tokenizers of transformers are classes too, but have no configuration of a model.
     configuration = getattr(model_class, "config_class", None)
     if model_class is None or configuration is None:
         raise ConfigurationError(

@@ -137,6 +137,7 @@ def _script_words(
     script: str, arguments: tuple[str, ...], module: bool, no_python: bool
 ) -> list[str]:
     if no_python:
+        # The agent starts it without a shell, so its path is resolved here.
         program = shutil.which(script)
         if module:
             raise ConfigurationError(
@@ -254,6 +255,7 @@ def _run(program: list[str], run_plan: Plan, options: Resolved) -> NoReturn:
         extra_env=run_plan.environ,
         max_restarts=run_plan.max_restarts,
         output=output,
+        # torchrun's own default.
         monitor_interval=options["monitor_interval"] or 0.1,
     )
 

@@ -46,6 +46,7 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
     def __init__(
         self, *args: Any, env_prefix: str | bool = "PL", **kwargs: Any
     ) -> None:
+        # PL is Lightning's prefix of environment variables: PL_TRAINER__MAX_EPOCHS.
         super().__init__(*args, env_prefix=env_prefix, **kwargs)
         self.callback_keys: list[str] = []
         self.chosen: dict[type[object], dict[str, tuple[_Kind, str]]] = {
@@ -152,6 +153,7 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
             for key, (kind, link_to) in self.chosen[role].items()
             if link_to == "AUTOMATIC"
         }
+        # Which one would configure the module is not decided by any order that a user could see.
         if len(kinds) > 1:
             raise ConfigurationError(
                 f"{role.__name__} is set by several options",
@@ -275,6 +277,7 @@ class LightningCLI:
         auto_configure_optimizers: bool = True,
         load_from_checkpoint_support: bool = True,
     ) -> None:
+        # First: a subclass that overrides `subcommands` would otherwise run with its method ignored.
         check_overrides(type(self), object)
         self.save_config_callback = save_config_callback
         self.save_config_kwargs = dict(save_config_kwargs or {})
@@ -317,6 +320,8 @@ class LightningCLI:
             self.before_instantiate_classes()
             self.instantiate_classes()
             self.after_instantiate_classes()
+        # A wrong value of an option that only the constructor refuses: one line and exit code 2, as for the parser's
+        # own errors.
         except ConfigurationError as error:
             print(error, file=sys.stderr)
             raise SystemExit(2) from error
@@ -360,6 +365,7 @@ class LightningCLI:
         Args:
             kwargs: arguments that override all others.
         """
+        # A subclass may call it in `before_instantiate_classes`.
         if self.config_init is None:
             objects = self._parsed.instantiate()
         else:
@@ -405,6 +411,7 @@ class LightningCLI:
             for name, value in self.trainer_defaults.items()
             if not _is_plain(value)
             and name != "callbacks"
+            # The only sign that the user has set the option: jsonargparse does not record where a value comes from.
             and values.get(name) == default(f"trainer.{name}")
         }
 

@@ -47,6 +47,7 @@ class OutputPath(FilePath):
         path = super().convert(value, parameter, context)
         # click checks a file that exists; whether a new one can be created depends on its directory.
         directory = Path(path).absolute().parent
+        # Before the work: a plan that takes minutes must not fail at its last line.
         if not os.access(directory, os.W_OK):
             self.fail(f"{directory} is not a writable directory", parameter, context)
         return path
@@ -86,6 +87,7 @@ def choose(question: str, choices: Sequence[tuple[str, str]], default: str) -> s
         (number for number, (value, _) in enumerate(choices) if value == default),
         default=0,
     )
+    # Pipes, notebooks and CI get a numbered list, which needs no control of the cursor.
     if not _on_terminal():
         return choices[_ask_number(question, choices, selected)][0]
     with _keys() as keys:
@@ -128,6 +130,7 @@ def _ask_number(
 
 
 def _on_terminal() -> bool:
+    # Emacs and some CI systems show escape sequences as text.
     if os.environ.get("TERM", "dumb") == "dumb":
         return False
     if not sys.stdin.isatty() or not sys.stdout.isatty():
@@ -161,6 +164,7 @@ def _pressed(terminal: int) -> Iterator[str]:
     while True:
         # One read may return several keys, and always returns whole escape sequences.
         typed = os.read(terminal, 64)
+        # The terminal is gone.
         if not typed:
             raise click.Abort
         for match in _KEY.finditer(typed.decode(errors="replace")):

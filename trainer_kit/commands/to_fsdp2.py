@@ -141,6 +141,7 @@ def rewrite(text: str, name: str = "configuration") -> tuple[str, list[str]]:
     entries = {
         key.value.removeprefix("fsdp_"): (key, value) for key, value in section.value
     }
+    # Converting twice must not change the file again.
     if "version" in entries and entries["version"][1].value == "2":
         return text, [
             f"{name}: {_SECTION} is FSDP2 already (fsdp_version: 2), nothing to convert"
@@ -159,6 +160,7 @@ def rewrite(text: str, name: str = "configuration") -> tuple[str, list[str]]:
         )
     edits: list[_Edit] = []
     notes: list[str] = []
+    # In the text and not by dumping the tree: comments and order belong to the user.
     for option, (key, value) in entries.items():
         if option in _LEFT_OUT:
             edits.append(_remove_lines(text, key, value))

@@ -68,6 +68,7 @@ def answer_callback(module: str, name: str, is_rewritten: bool) -> Answer | None
 
 def _find_bases(module: str, name: str) -> list[str] | None:
     """The bases of a class that extends a callback of Lightning; None if no file of its package shows that."""
+    # Read as files: importing the package could need Lightning, or start a device.
     root = _package_directory(module.partition(".")[0])
     if root is None:
         return None
@@ -110,6 +111,7 @@ def _files(root: Path, module: str) -> list[Path]:
 @cache
 def _files_for_lightning(root: Path) -> list[Path]:
     """The files of a package below a folder, or with a name, that names Lightning."""
+    # Packages keep their callbacks for Lightning in a folder or file of that name, such as `integration/lightning`.
     return [
         path
         for path in sorted(root.rglob("*.py"))
@@ -124,6 +126,7 @@ def _bases(path: Path, name: str) -> list[str] | None:
     if f"class {name}(" not in text or _IMPORTS_LIGHTNING.search(text) is None:
         return None
     try:
+        # Unlike the project's own files, a package may have files for another version of Python.
         tree = ast.parse(text)
     except SyntaxError:
         return None

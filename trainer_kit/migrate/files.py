@@ -35,6 +35,7 @@ _Rewritten: TypeAlias = Iterator[tuple[Path, bytes | Finding]]
 """Each file with its new source, or with why it could not be read."""
 _PYTHON: Final = ("", ".py", ".pyw", ".pyi")
 _YAML: Final = (".yaml", ".yml")
+# Installed packages are not the user's code.
 _SKIPPED: Final = ("__pycache__", "node_modules", "site-packages")
 _MANY_BYTES: Final = 2_000_000
 """The size of the sources that takes longer to rewrite than it takes to start processes that import this library."""
@@ -74,6 +75,7 @@ def read_project(path: Path) -> ProjectFiles:
         ConfigurationError: ``path`` is a file of another kind.
     """
     paths = list(_files(path))
+    # All at once: a class may have its base in any other file.
     contents = {file: file.read_bytes() for file in _progress(paths, "reading")}
     notebooks = {}
     for file, content in contents.items():
@@ -98,6 +100,7 @@ def rewrite_files(files: ProjectFiles) -> tuple[dict[Path, bytes], list[Finding]
     contents: dict[Path, bytes] = {}
     sources: dict[Path, bytes] = {}
     for file, content in files.contents.items():
+        # With replacements, because the text is only searched; a rewrite starts from the bytes.
         text = content.decode("utf-8", "replace")
         if is_setup_file(file) and mentions(text):
             findings += setup_findings(file, text)
@@ -137,6 +140,7 @@ def _add_python(project: Project, sources: dict[Path, bytes]) -> list[Finding]:
     selected = set(naming)
     # Each round finds subclasses, whose names may make further files interesting; it ends when there is no new name.
     while selected:
+        # Sorted, so that findings have the same order on each machine.
         for file in sorted(selected):
             del texts[file]
             finding = _parse(project, file, sources[file])
@@ -148,6 +152,7 @@ def _add_python(project: Project, sources: dict[Path, bytes]) -> list[Finding]:
             break
         pattern = re.compile(rf"\b(?:{'|'.join(map(re.escape, names))})\b")
         selected = {file for file, text in texts.items() if pattern.search(text)}
+    # Files that name no package may still define an attribute, by a mixin.
     project.add_text("\n".join(texts.values()))
     for file in set(sources) - naming:
         del sources[file]
@@ -168,6 +173,7 @@ def _parse(project: Project, file: Path, source: bytes) -> Finding | None:
 
 def _rewritten(sources: Mapping[Path, bytes]) -> _Rewritten:
     """Yield the new source of each file, or why it could not be read; in processes if there is much to do."""
+    # Above eight, importing torch in each process takes longer than it saves.
     processes = min(os.cpu_count() or 1, 8)
     items = list(sources.items())
     size = sum(len(source) for source in sources.values())
@@ -189,6 +195,7 @@ def _by_file(
 
 
 def _rewrite(item: tuple[Path, bytes]) -> bytes | Finding:
+    # Imported here: only files that are rewritten need libcst, which takes a while to import.
     from libcst import ParserSyntaxError
 
     from trainer_kit.migrate.rewrite import rewrite_python

@@ -125,6 +125,7 @@ def imported(module: str, name: str) -> Any:
         AttributeError: the same.
     """
     try:
+        # An attribute before a submodule, as Python's `from` does.
         return getattr(_module(module), name)
     except AttributeError as error:
         try:
@@ -160,6 +161,7 @@ def needs(error: BaseException) -> str | None:
     if not isinstance(error, ModuleNotFoundError):
         return None
     package = (error.name or "").partition(".")[0]
+    # A missing module of this library means that the name does not exist here.
     if package in ("", "trainer_kit"):
         return None
     return package
@@ -226,6 +228,7 @@ def visible_names(
     # An assignment after `global` or `nonlocal` belongs to another scope.
     hidden |= assigned - declared
     visible = {name: full for name, full in outside.items() if name not in hidden}
+    # Imports last: they are visible although they are bound in the same scope.
     return visible | imported_here, hidden | imported_here.keys()
 
 
@@ -239,6 +242,7 @@ def _imported_names(nodes: Iterable[ast.AST]) -> tuple[dict[str, str], set[str]]
         for alias in node.names:
             root = alias.name.partition(".")[0]
             name = alias.asname or root
+            # With the dots of a relative import, so that it is no name of a package.
             if isinstance(node, ast.ImportFrom):
                 full_name = f"{'.' * node.level}{node.module or ''}.{alias.name}"
             elif alias.asname:

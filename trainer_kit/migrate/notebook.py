@@ -12,6 +12,7 @@ from trainer_kit.core.types import JsonObject
 
 __all__ = ["Notebook"]
 
+# Comments, which the rewrite keeps: they mark where a cell begins and what was a line of IPython.
 _CELL: Final = "#%% cell "
 _MAGIC: Final = "pass  #%% magic "
 _MAGIC_LINE: Final = re.compile(
@@ -73,6 +74,7 @@ class Notebook:
         self.unread: dict[int, str] = {}
         self.commands: list[tuple[int, str]] = []
         lines: list[str] = []
+        # Numbered as a reader counts code cells; the prompt's number depends on the order of execution.
         code_cells = (cell for cell in cells if cell.get("cell_type") == "code")
         for number, cell in enumerate(code_cells, 1):
             body = self._python_of(number, cell)

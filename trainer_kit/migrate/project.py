@@ -28,6 +28,7 @@ from trainer_kit.options.records import GradientAccumulationPlugin
 from trainer_kit.trainer import Trainer
 
 __all__ = ["Project", "Source", "constant_text", "last_name"]
+# Bases outside of the project that define nothing a Trainer or a hook could be mistaken for.
 _PLAIN: Final = {"ABC", "Generic", "Module", "Protocol", "object"}
 _OWN_DIVISOR: Final = Answer(
     "weights",
@@ -92,6 +93,7 @@ class Source:
         if callee is not Accelerator or "gradient_accumulation_plugin" in arguments:
             return False
         steps = arguments.get("gradient_accumulation_steps")
+        # A window of one micro-batch has no divisor.
         is_one = isinstance(steps, ast.Constant) and steps.value == 1
         return steps is not None and not is_one
 
@@ -176,6 +178,7 @@ class Project:
                 self.report(path, entry.line, Answer("configuration", *reason(error)))
                 continue
             steps = entry.arguments.get("gradient_accumulation_steps")
+            # As a text: `configured` reads YAML without converting scalars.
             if callee is Accelerator and steps is not None and steps.value != "1":
                 self.report(path, steps.line, _OWN_DIVISOR)
             arguments = {
@@ -190,6 +193,7 @@ class Project:
         former = {
             name: argument
             for name, argument in entry.arguments.items()
+            # Only these: without a class name, a `trainer:` may belong to any program.
             if name in FORMER_ARGUMENTS
         }
         values = {
@@ -221,6 +225,7 @@ class Project:
     def report(self, path: str, line: int, answer: Answer) -> None:
         """Add a finding."""
         self.findings.append(
+            # `or None`: an error may have an empty fix.
             Finding(path, line, answer.kind, answer.problem, answer.fix or None)
         )
 
@@ -232,6 +237,7 @@ class Project:
         """Whether the project defines or assigns this attribute anywhere."""
         if attribute in self._attributes:
             return True
+        # A definition, an assignment or a key. `=(?!=)` leaves comparisons out, which only read.
         definition = (
             rf"(?:\b(?:def|class)\s+|\.|[\"']){attribute}\b\s*(?:[(:\"']|=(?!=))"
         )
@@ -302,6 +308,7 @@ def _called_methods(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterato
     for node in ast.walk(function):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
+        # `super().training_step()` in a hook is no sign that the project calls the hook itself.
         if node.func.attr != function.name:
             yield node.func.attr
 

@@ -87,6 +87,7 @@ def wrong_arguments(
     for name, (value, source) in passed.items():
         try:
             if name not in parameters:
+                # The library's own check raises, so that the finding has the same words as the error at run time.
                 _refuse_argument(callee, name, source, names)
             elif callee is Trainer and isinstance(value, (str, int)):
                 _check_word(name, value)
@@ -103,6 +104,7 @@ def _refuse_argument(
         if callee is Trainer:
             former = FORMER_ARGUMENTS
         constructor = _constructor(callee)
+        # Refused by the decorator before the constructor itself runs.
         known_arguments(former)(constructor)(**{name: _Shown(source)})
     fix = did_you_mean(name, names, otherwise="leave it out")
     raise TrainerKitError(f"{callee.__name__} has no argument {name!r}", fix=fix)
@@ -139,6 +141,7 @@ def wrong_members(
         bases: the classes of this library that it extends.
         body: what it defines.
     """
+    # One at a time, or the first refused one would hide the others.
     for member in body:
         value = None
         if isinstance(member, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -166,6 +169,7 @@ def _refused_member(
     # Errors name the module of the class: `migrated`, as if it were a file of the project.
     members = {"__module__": "migrated", name: value}
     try:
+        # new_class and not type(): it finds the metaclass of the bases.
         cls = types.new_class(owner, bases, {}, lambda space: space.update(members))
         specifications = [
             specification
@@ -174,6 +178,7 @@ def _refused_member(
         ]
         if specifications:
             check_hooks(cls, *specifications)
+        # As the Trainer does when it takes such an object.
         for root in (Callback, Strategy, DirectoryLogger):
             check_overrides(cls, root)
     except TrainerKitError as error:
@@ -225,6 +230,7 @@ def _uncallable(owner: str, name: str, method: Function) -> Answer | None:
         counts = range(1, len(positional) + 1)
     else:
         return None
+    # The loop passes only as many arguments as a step takes.
     if any(takes(method, count) for count in counts):
         return None
     parameters = str(inspect.signature(method))
@@ -238,6 +244,7 @@ def _uncallable(owner: str, name: str, method: Function) -> Answer | None:
     return Answer("hook", f"{owner}.{name}{parameters} has the wrong parameters", fix)
 
 
+# Once for each class: a project has thousands of attributes to look up.
 @cache
 def example_of(kind: type) -> Any:
     """A Trainer, an Accelerator or a Fabric without a run, for looking up attributes."""

@@ -46,6 +46,7 @@ __all__ = ["find_problems"]
 
 # A path, with one space at most: a sentence that names a file is none.
 _FILE: Final = re.compile(r"\S*( \S*)?\.ckpt")
+# `torch.load` also reads datasets and tokenizers: only a call that names a checkpoint is a finding.
 _CHECKPOINT: Final = re.compile(r"ckpt|checkpoint|best_model|last_model", re.IGNORECASE)
 _PROBES: Final = re.compile(
     r"(?:^|[._])(?:import_module|importorskip|find_spec|version|RequirementCache|available)$"
@@ -94,6 +95,8 @@ class _Reader(ast.NodeVisitor):
     """Checks one file; infers types from imports, annotations, constructors and hooks."""
 
     def __init__(self, project: Project, source: Source) -> None:
+        # At module level only: `add_python` has the imports of all scopes, but an import in a function binds nothing
+        # outside.
         visible, _ = visible_names(source.tree, {})
         self._project = project
         self._source = replace(source, bound=visible)
@@ -116,6 +119,7 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
+            # Modules of other packages are kept for `visit_Attribute`, which looks for their callbacks.
             new = renamed(alias.name)
             if new is not None:
                 self._import(node, alias.name, partial(look_up, new))
@@ -138,9 +142,11 @@ class _Reader(ast.NodeVisitor):
             return
         for alias in node.names:
             full_name = f"{package}.{alias.name}"
+            # It resolves, to the version of this library, so nothing else would notice it.
             if alias.name == "__version__":
                 if foreign(package):
                     self._report(node, _VERSION)
+            # `from lightning import pytorch` names a package, which has its own row in the table.
             elif alias.name == "*" or full_name in PACKAGES:
                 target = PACKAGES.get(full_name, new)
                 self._import(node, full_name, partial(look_up, target))
@@ -175,6 +181,7 @@ class _Reader(ast.NodeVisitor):
     # -- classes and functions -----------------------------------------------------------------------------------
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        # Classes may stand in classes and functions: what is known of the outer one is put back at the end.
         outer_bases, outer_knows_bases = self._bases, self._knows_bases
         outer_types = self._types
         self._bases, self._knows_bases = self._project.bases(self._source, node)
@@ -185,6 +192,7 @@ class _Reader(ast.NodeVisitor):
             if any(issubclass(base, (TrainModule, DataModule)) for base in self._bases):
                 self._types = {**outer_types, "self.trainer": Trainer}
             self._check_saved_objects(node)
+        # All methods before any is read: `__init__` need not be the first.
         self._types = {**self._types, **self._attribute_types(node)}
         self.generic_visit(node)
         self._bases, self._knows_bases = outer_bases, outer_knows_bases
@@ -206,6 +214,7 @@ class _Reader(ast.NodeVisitor):
             if not isinstance(assignment.value, ast.Call):
                 continue
             class_name = last_name(assignment.value.func)
+            # A capital is the only sign of a class in a source that is not imported.
             if class_name[:1].isupper():
                 for target in assignment.targets:
                     objects[dotted(target)] = class_name
@@ -242,6 +251,7 @@ class _Reader(ast.NodeVisitor):
         if not isinstance(value, ast.Call):
             return None
         callee = self._source.library(value.func)
+        # Subclasses of the user are left out: they may have attributes that this library does not know.
         if callee not in FACES:
             return None
         kind: type = callee
@@ -253,6 +263,7 @@ class _Reader(ast.NodeVisitor):
         self.generic_visit(node)
         self._source, self._types = outer_source, outer_types
 
+    # Not for classes: names in the body of a class are not visible in its methods.
     visit_Lambda = visit_ListComp = visit_SetComp = visit_DictComp = (
         visit_GeneratorExp
     ) = _visit_scope
@@ -335,6 +346,7 @@ class _Reader(ast.NodeVisitor):
             if name is not None and kind is not None:
                 self._types[name] = kind
             else:
+                # The variable may hold anything from here on.
                 self._types.pop(name or "", None)
             self.visit(target)
 
@@ -358,6 +370,7 @@ class _Reader(ast.NodeVisitor):
             if submodule:
                 module = f"{module}.{submodule}"
             self._check_other_package(node, module, node.attr)
+        # The node is not visited further: its value is a part of the same dotted name.
         self._report(node, self._resolve(node, name)[1])
 
     def _check_name(self, node: ast.Attribute) -> None:
@@ -378,6 +391,7 @@ class _Reader(ast.NodeVisitor):
 
     def _resolve(self, node: ast.Attribute, name: str) -> tuple[object, Answer | None]:
         """The object that an attribute is, or the reason for which the library refuses it; None for what is unknown."""
+        # A store or a `del`.
         stored = not isinstance(node.ctx, ast.Load)
         for variable, kind in self._types.items():
             if name.startswith(f"{variable}."):
@@ -386,6 +400,7 @@ class _Reader(ast.NodeVisitor):
         root, *attributes = name.split(".")
         if root != "self" or not self._bases or not attributes:
             return None, None
+        # Of several bases the first has the message; all of them have been asked by `wrong_members`.
         attribute, base = attributes[0], self._bases[0]
         # Anywhere in the project: a mixin or an assignment from outside may define it.
         if self._project.defines(attribute):
@@ -449,6 +464,7 @@ class _Reader(ast.NodeVisitor):
         package = re.match(r"[\w.]*", str(argument.value))
         if package is None or not foreign(package[0]):
             return
+        # A name that exists here is rewritten, and the probe then asks for this library, which is installed.
         if name_here(package[0]) is None:
             problem = f"{name}({argument.value!r}) asks for the other library"
             self._report(node, Answer("probe", problem, "leave it out"))
@@ -489,6 +505,7 @@ class _Reader(ast.NodeVisitor):
             return
         if not any(name.endswith("loss") for name in names):
             return
+        # Only in files for Accelerate: elsewhere a product of this kind is the user's own arithmetic.
         if self._source.names_accelerate() and not self._project.keeps_divisor:
             self._report(node, _STEPS_IN_LOSS)
 
@@ -506,6 +523,7 @@ class _Reader(ast.NodeVisitor):
             self._report(node, Answer("checkpoint", problem, _AS_FILE))
         root, *attributes = text.split(".")
         package = root
+        # "lightning" and "accelerate" are also words and logger names: of these, two parts must name a package.
         if root not in ("pytorch_lightning", "lightning_fabric"):
             package = ".".join([root, *attributes[:1]])
         if package not in PACKAGES or not foreign(package):
@@ -583,6 +601,7 @@ def _assigned(base: type) -> frozenset[str]:
 def _assigned_by(node: ast.AST) -> str | None:
     """The attribute of ``self`` that one node assigns."""
     if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        # A private name is no promise: a subclass that reads it is reported.
         if node.attr.startswith("_") or dotted(node) != f"self.{node.attr}":
             return None
         return node.attr

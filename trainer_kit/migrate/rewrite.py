@@ -39,6 +39,7 @@ def rewrite_python(source: bytes, bound: Mapping[str, str]) -> bytes:
         module = MetadataWrapper(module, unsafe_skip_copy=True).visit(rewrite)
     else:
         module = module.visit(rewrite)
+    # After the visit: only then it is known whether a call was rewritten.
     if rewrite.lacks_plugin:
         context = CodemodContext()
         AddImportsVisitor.add_needed_import(
@@ -119,6 +120,7 @@ class _Rewrite(cst.CSTTransformer):
         )
         subpackages = b".fabric" in source or b".pytorch" in source
         return (
+            # Otherwise the local name stays, and no use of it changes.
             bool(self._plain)
             or names_accelerate
             or (subpackages and "lightning" in self._bound.values())
@@ -158,6 +160,7 @@ class _Rewrite(cst.CSTTransformer):
 
     def _is_imported(self, node: cst.BaseExpression) -> bool:
         """Whether an import binds the name that the expression is, and not a parameter, function or class."""
+        # None in a file that was visited without scopes, and for names that are no variables.
         scope = self.get_metadata(ScopeProvider, node, None)
         if scope is None or not isinstance(node, cst.Name):
             return False
@@ -229,6 +232,7 @@ class _Rewrite(cst.CSTTransformer):
     def _plugin_argument(self, callee: str, steps: cst.Arg) -> cst.Arg:
         """The argument that replaces ``gradient_accumulation_steps`` of an Accelerator."""
         name = "GradientAccumulationPlugin"
+        # `accelerate.Accelerator(...)` has the plugin beside it; a name imported by itself needs another import.
         root, dot, _ = callee.partition(".")
         if dot:
             name = f"{root}.{name}"
@@ -257,6 +261,7 @@ class _Rewrite(cst.CSTTransformer):
     def leave_SimpleString(
         self, original_node: cst.SimpleString, updated_node: cst.SimpleString
     ) -> cst.SimpleString:
+        # Only a text that is a dotted name which exists here: no sentence is changed.
         new = name_here(original_node.raw_value)
         if new is None:
             return updated_node

@@ -20,12 +20,14 @@ _REQUIREMENTS: Final = re.compile(
 _SCRIPTS: Final = re.compile(
     r".*\.(sh|bash|zsh|fish|slurm|sbatch|bat|ps1|mk)|Makefile|Dockerfile.*|.*\.Dockerfile"
 )
+# A name between quotes, at a line's begin, or after a list's dash (conda's with a channel); not `lightning-utilities`.
 _REQUIREMENT: Final = re.compile(
     rf"""(?:^\s*|^\s*-\s*(?:[\w-]+::)?|["'])(?P<name>{_DISTRIBUTION})(?:\[[^\]]*\])?(?=\s*(?:[<>=~!;,"'#]|@\s|$))"""
 )
 _INSTALL: Final = re.compile(
     rf"\b(?:pip3?|uv|conda|mamba|poetry)\b.*\b(?:install|add)\b.*?[\s\"'](?P<name>{_DISTRIBUTION})(?![\w.-])"
 )
+# With a subcommand: "accelerate" alone is a word, and a directory.
 _COMMAND: Final = re.compile(
     r"(?<![\w./-])(?P<command>accelerate|lightning|fabric)\s+"
     r"(?P<verb>launch|config|env|test|estimate-memory|merge-weights|tpu-config|to-fsdp2|run)(?![\w-])"

@@ -14,6 +14,7 @@ from trainer_kit.migrate.names import name_here, renamed
 
 __all__ = ["Argument", "Configured", "configured", "rewrite_yaml"]
 
+# Not within a path or an address, of which a part may look like a dotted name.
 _NAME: Final = re.compile(r"(?<![\w./-])[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+(?![\w/-])")
 _CLASS_NAME: Final = re.compile(r"[A-Za-z_][\w.]*\.[A-Z]\w*")
 _ARGUMENTS_OF: Final = {
@@ -84,6 +85,7 @@ def configured(text: str) -> Iterator[Configured]:
 
 def _configured_below(node: yaml.Node | None) -> Iterator[Configured]:
     if isinstance(node, yaml.SequenceNode):
+        # A list of class names has no key; `_named_class` then asks for a capital.
         for item in node.value:
             yield from _configured_below(item)
             if isinstance(item, yaml.ScalarNode):
@@ -102,6 +104,7 @@ def _configured_below(node: yaml.Node | None) -> Iterator[Configured]:
             # Lightning's command line names no class there. With a class, its own entry has the arguments.
             if not _names_a_class(value):
                 yield Configured(None, value.start_mark.line + 1, _arguments(value))
+    # All values, also of keys that are no scalars.
     for _, value in node.value:
         yield from _configured_below(value)
 

@@ -236,7 +236,7 @@ def _ring(traffic: Traffic, candidate: Candidate) -> tuple[int, int]:
 
 def _update_seconds(measured: Measured, device: Device) -> float:
     """Reads parameters, gradients and optimizer state, and writes all but the gradients."""
-    # The first stage stands for all: they hold about equal parts.
+    # The first stage is taken for all: they hold about equal parts.
     memory = measured.memory[0]
     written = memory.get("parameters", 0) + memory.get("optimizer", 0)
     read = written + memory.get("gradients", 0)

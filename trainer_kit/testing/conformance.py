@@ -36,6 +36,7 @@ _StrategyFactory: TypeAlias = Callable[[], Strategy | str]
 """Called on each rank, once for each Trainer."""
 _ModuleFactory: TypeAlias = Callable[[], TrainModule]
 
+# Odd, so that no power of two hides a wrong division.
 _PER_RANK: Final = 3
 """Samples of a batch on each rank."""
 _TOLERANCES: Final = {
@@ -87,6 +88,7 @@ def run_checks(
     for name in only:
         try:
             CHECKS[name](strategy, precision)
+        # BaseException: a rank that exits must show its check too.
         except BaseException as error:
             add_note(error, f"check: {name}")
             raise
@@ -150,6 +152,7 @@ class _TwoNets(TrainModule):
         output = self.left(batch[0])
         return {
             "left": F.cross_entropy(self.right(output), batch[1]),
+            # By its target this loss reaches the first net too, whose optimizer must not get that gradient.
             "right": F.mse_loss(self.right(output.detach()), output),
         }
 
@@ -179,6 +182,7 @@ class _ByHand(_TwoNets):
             self.manual_backward(loss)
             optimizer.step()
 
+    # As a list: `self.optimizers()` returns them in this order.
     def configure_optimizers(self) -> Any:
         return list(super().configure_optimizers().values())
 
@@ -194,6 +198,7 @@ class _Weighed(Classifier):
     """A mean over tokens: the label of a sample sets its number of tokens."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> StepOutput:
+        # Unequal on the ranks, so that a mean of means differs from the mean over all tokens.
         tokens = 1 + batch[1]
         losses = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
         return (losses * tokens).sum() / tokens.sum()
@@ -278,6 +283,7 @@ def fit(
     if save is not None:
         trainer.save_checkpoint(save)
     weights = whole(trainer.strategy.module_state(module))
+    # Over the world, because the stages of a pipeline are not in one data group.
     everyone = trainer.strategy.world.all_gather_object(weights)
     # The complete state may be on rank 0 alone, which writes it.
     if not trainer.strategy.sharded:
@@ -311,6 +317,7 @@ def continues(
         about: skip pairs in which neither name starts with this.
     """
     world = torch.distributed.get_world_size()
+    # Half of the epoch: 3 of its 6 steps. The 12 samples of a step divide by 2, 3, 4 and 6 ranks.
     options: Keywords = {
         "max_steps": 3,
         "max_epochs": 1,
@@ -336,9 +343,11 @@ def continues(
             )
         torch.distributed.barrier()
     options["max_steps"] = 6
+    # On every rank, so that each can compare without another exchange.
     _, expected = fit("auto", _Adaptive, 72, 12, 1, **options)
     for reader, strategy in strategies.items():
         for writer in [*strategies, *found]:
+            # It would compare one process with itself.
             if reader == writer == "one":
                 continue
             if not (reader.startswith(about) or writer.startswith(about)):
@@ -380,6 +389,7 @@ def assert_same(
     tolerance: float = 1e-10,
 ) -> None:
     """Assert equal names, and values that are equal up to the order of sums in float64."""
+    # The message lists only the names that differ.
     assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())
     for name, value in expected.items():
         torch.testing.assert_close(
@@ -404,6 +414,7 @@ def _compare(
     for count in counts:
         try:
             trainer, state = fit(strategy(), make, count, _PER_RANK, world, **options)
+            # A strategy that ignores the ranks would pass every comparison below.
             assert trainer.world_size == world, (
                 "the strategy does not train on all ranks"
             )
@@ -418,6 +429,7 @@ def _compare(
             )
             assert_same(state, expected, _TOLERANCES[precision])
             assert trainer.global_step == alone.global_step
+            # Equal weights do not show a padding batch that was counted.
             assert trainer.progress.samples == alone.progress.samples
         except BaseException as error:
             add_note(error, f"with {plural(count, 'sample')}")
@@ -431,6 +443,7 @@ def _accumulation_and_clipping(strategy: _StrategyFactory, precision: str) -> No
 
 
 def _clipping_by_value(strategy: _StrategyFactory, precision: str) -> None:
+    # Small enough that most gradients are clipped.
     _compare(
         strategy,
         precision,
@@ -510,6 +523,7 @@ def _evaluation(strategy: _StrategyFactory, precision: str) -> None:
         assert metrics.keys() == expected_metrics.keys()
         for name, value in expected_metrics.items():
             difference = abs(metrics[name] - value)
+            # A metric is a mean of means over batches, with more rounding than a weight.
             assert difference < 10 * tolerance, (metrics, expected_metrics)
         assert group is not None
         total = group.all_reduce(torch.tensor(counted))

@@ -30,6 +30,7 @@ _Result = TypeVar("_Result")
 _WarningFilter: TypeAlias = tuple[Any, ...]
 """The arguments of ``warnings.filterwarnings``."""
 
+# Imported once by the server, from which each rank forks: a rank then starts in milliseconds and not in seconds.
 _PRELOAD: Final = [
     "torch",
     "numpy",
@@ -53,6 +54,7 @@ _PRELOAD_WHERE_USED: Final = (
 _START_TIME: Final = 60.0
 """Seconds that the ranks have to start: on a busy machine, importing and meeting takes longer than a short timeout."""
 # A signal with no other use.
+# SIGUSR1 and SIGUSR2 belong to SLURM's preemption and to the user; macOS has no real-time signals.
 _DUMP: Final[int] = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
 _RANK_VARIABLES: Final = (
     "RANK",
@@ -130,12 +132,14 @@ def run_distributed(
         ranks = Ranks(context, world_size, call, local_environment(world_size))
         try:
             _wait_for_calls(ranks, Path(directory))
+            # A failed rank's own error says more than that the others still wait for it.
             if not ranks.wait(timeout) and not ranks.failures:
                 raise RankError(
                     f"{len(ranks.running)} of {plural(world_size, 'rank')} were not done after {timeout:g} s",
                     found=_stacks(ranks.running, Path(directory)),
                 )
             return ranks.results()
+        # Also after Ctrl-C: no rank outlives the test.
         finally:
             ranks.close()
 
@@ -145,6 +149,7 @@ def _wait_for_calls(ranks: Ranks, directory: Path) -> None:
     marks = [directory / f"called-{rank}" for rank in range(ranks.nproc)]
     deadline = time.monotonic() + _START_TIME
     while time.monotonic() < deadline:
+        # Short, since each test of several ranks waits here.
         all_done = ranks.wait(timeout=0.02)
         if all_done or ranks.failures or all(mark.exists() for mark in marks):
             return
@@ -154,6 +159,7 @@ def _pickled(
     fn: Function, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> bytes:
     try:
+        # Here and not by multiprocessing, whose error would name a thread of its own.
         return pickle.dumps((fn, args, dict(kwargs)))
     except Exception as error:
         raise LaunchError(
@@ -200,10 +206,12 @@ class _Call:
         os.environ.clear()
         os.environ.update({**self.environ, **variables})
         os.chdir(self.working_directory)
+        # After the environment: torch and OpenMP read some variables at their import.
         import torch
 
         # Keep the garbage collector from touching, and so copying, the pages of the server.
         gc.freeze()
+        # As torchrun does: ranks that each use all cores are slower together.
         torch.set_num_threads(1)
         # Loader workers start as in a normal process, not from the forkserver, which would import everything again.
         multiprocessing.set_start_method(None, force=True)
@@ -220,9 +228,11 @@ class _Call:
                 if self.process_group:
                     self._join(rank)
                 fn, args, kwargs = pickle.loads(self.call)
+                # From here on the time of the test counts, and not that of its start.
                 Path(self.directory, f"called-{rank}").touch()
                 return fn(*args, **kwargs)
             finally:
+                # Before the file is closed: its descriptor may be used again.
                 faulthandler.unregister(_DUMP)
                 _leave()
 
@@ -252,6 +262,7 @@ def _leave() -> None:
 
 def _stacks(running: Mapping[int, int], directory: Path) -> str:
     """The stacks of each running rank, dumped by its fault handler."""
+    # All first, so that the stacks are of the same moment.
     for pid in running.values():
         os.kill(pid, _DUMP)
     deadline = time.monotonic() + 2.0

@@ -32,6 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+# Before pytest calls the body in this process.
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run the body of a marked test on its ranks."""
@@ -66,6 +67,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     except BaseException as error:
         # Without the frames of this process: the traceback of the rank is a note of this error.
         raise error.with_traceback(None)  # noqa: B904 - it is the same error
+    # A skip on one rank skips the test, as it ends the body there.
     for outcome in filter(None, outcomes):
         status, reason = outcome
         if status == "skip":
@@ -93,6 +95,7 @@ def _run_body(
     path: str, module_name: str, name: str, arguments: Mapping[str, bytes]
 ) -> tuple[str, str] | None:
     """Run the body of the test on a rank. Arguments are unpickled last: they may need the module of the test."""
+    # A rank forks from a server that has not imported the module of the test.
     module = sys.modules.get(module_name) or _load(path, module_name)
     *owners, function = name.split(".")
     owner: Any = reduce(getattr, owners, module)
