@@ -186,10 +186,8 @@ class Trial:
     def _role(self, rank: int, box: Mail) -> Role:
         """Run the steps on one rank."""
         candidate = self.candidate
-        # A new one for each rank: a strategy that has started belongs to its fake world.
         strategy = strategy_for(candidate)
         precision = choose_precision(candidate.precision, None, strategy)
-        # DDP's reducer is compiled code, which refuses fake tensors.
         if isinstance(strategy, DDPStrategy):
             strategy = FakeReplicas(strategy)
         on_cpu = self.accelerator == "cpu"
