@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,3 +86,76 @@ def test_a_model_in_bfloat16_is_exported_and_its_copy_shares_nothing() -> None:
     clone = copy.deepcopy(model)
     assert clone.forward.forward.__self__ is clone
     assert torch.export.export(model, (torch.randn(4, 64),)) is not None
+
+
+def prepared_in_bfloat16(face: str, net: nn.Module) -> nn.Module:
+    if face == "fabric":
+        fabric = tk.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+        return fabric.setup_module(net)
+    return tk.Accelerator(cpu=True, mixed_precision="bf16").prepare_model(net)
+
+
+LOADS = """
+import sys, torch
+model = torch.load(sys.argv[1], weights_only=False)
+torch.save(model(torch.ones(2, 64)), sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("face", ["accelerator", "fabric"])
+def test_a_file_of_a_prepared_model_has_its_weights_only_and_loads_in_another_process(
+    face: str, tmp_path: Path
+) -> None:
+    extra_bytes = []
+    for width in (4, 400):
+        net = nn.Linear(64, width)
+        plain_bytes = written_bytes(net)
+        model = prepared_in_bfloat16(face, net)
+        extra_bytes.append(written_bytes(model) - plain_bytes)
+    assert extra_bytes[0] == extra_bytes[1] < 2000
+    source, output = tmp_path / "model.pt", tmp_path / "output.pt"
+    torch.save(model, source)
+    subprocess.run([sys.executable, "-c", LOADS, source, output], check=True)
+    assert torch.equal(torch.load(output), model(torch.ones(2, 64)))
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 4)
+
+    def forward(self, inputs: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.layer(inputs)
+
+
+def test_a_prepared_forward_has_the_signature_of_the_model() -> None:
+    """What transformers reads before it passes a mask."""
+    net = Masked()
+    expected = inspect.signature(net.forward)
+    model = prepared_in_bfloat16("accelerator", net)
+    assert inspect.signature(model.forward) == expected
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="TorchScript ends here")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("face", ["accelerator", "fabric"])
+def test_torchscript_compiles_the_model_itself_and_never_drops_a_precision(
+    face: str,
+) -> None:
+    x = torch.randn(4, 64)
+    net = Masked()
+    expected = net(x)
+    if face == "fabric":
+        model = tk.Fabric(accelerator="cpu", devices=1).setup_module(net)
+    else:
+        model = tk.Accelerator(cpu=True).prepare_model(net)
+    assert torch.equal(torch.jit.script(model)(x), expected)
+    with pytest.raises(AttributeError, match="precision 'bf16-mixed'"):
+        torch.jit.script(prepared_in_bfloat16(face, Masked()))
+
+
+def test_the_model_of_a_fabric_is_exported() -> None:
+    x = torch.randn(4, 64)
+    model = prepared_in_bfloat16("fabric", Masked())
+    exported: Tensor = torch.export.export(model, (x,)).module()(x)
+    assert torch.equal(exported, model(x))

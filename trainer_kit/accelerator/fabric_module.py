@@ -60,8 +60,9 @@ class FabricModule(nn.Module):
         super().__init__()
         self._modules["module"] = module
         # In `__dict__` from here on, because `__setattr__` now sets attributes of the user's module.
-        # ``nn.Module.__call__`` finds this entry before the method of the class.
-        self.__dict__["forward"] = prepared
+        # ``nn.Module.__call__`` finds this entry before the method of the class. A bound method, not the module: it has
+        # a ``__code__``, which torch.export reads.
+        self.__dict__["forward"] = prepared.__call__
         # Not a submodule: every parameter would have two names.
         self.__dict__["_prepared"] = prepared
         self.__dict__["_in_precision"] = in_precision
@@ -75,6 +76,11 @@ class FabricModule(nn.Module):
         """Lightning's name for the prepared module, which torch's ``Join`` needs."""
         prepared: nn.Module = self._prepared
         return prepared
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Called by torch.jit.script, which cannot compile the wrapper: it compiles the user's module."""
+        module: nn.Module = self.module
+        return module
 
     def mark_forward_method(self, method: str | Function) -> None:
         """Run a method as the forward is run: through the wrapper, in the precision.

@@ -53,9 +53,31 @@ class _Forward:
         self.precision = precision
 
     @property
+    def __wrapped__(self) -> Function:
+        """Gives this object the signature of the model's forward."""
+        # A generate of transformers passes masks and positions only to a forward that names them.
+        return self.forward
+
+    @property
     def __code__(self) -> CodeType:
         """Read by torch.export."""
         return self.forward.__code__
+
+    @property
+    def __globals__(self) -> dict[str, object]:
+        """Read by torch.jit.script, which compiles the code of the class and would leave out the precision.
+
+        Raises:
+            AttributeError: always, with what to do instead.
+        """
+        problem = ConfigurationError(
+            "torch.jit.script cannot compile a model that is prepared with a precision",
+            found=f"precision {self.precision.name!r}",
+            fix="script the model before it is prepared, or accelerator.unwrap_model(model, keep_fp32_wrapper=False),"
+            " and call the result in torch.autocast",
+        )
+        # Code that inspects functions expects this class of a function without the attribute.
+        raise AttributeError(str(problem))
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Forward:
         return _Forward(copy.deepcopy(self.forward, memo), self.precision)
@@ -75,7 +97,8 @@ def apply_precision(model: nn.Module, precision: Precision) -> None:
     """Make ``model(...)`` compute in the precision; a second call has no effect."""
     if precision.forward_context() is None or _has_precision(model):
         return
-    # Set on the instance, so that other models of the class do not change.
+    # Set on the instance, so that other models of the class do not change. A shallow copy (``copy.copy``) of the model
+    # shares this forward, as it shares the parameters; a deep copy has its own.
     model.__dict__["forward"] = under_precision(model.forward, precision)
 
 

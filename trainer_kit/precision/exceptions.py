@@ -220,6 +220,11 @@ class _ForwardInDtype:
         self.dtype = dtype
         self.output_dtype = output_dtype
 
+    @property
+    def __wrapped__(self) -> Callable[..., object]:
+        """Gives this object the signature of the module's forward, which libraries inspect."""
+        return self.forward
+
     def __call__(self, *arguments: object, **options: object) -> object:
         with self.context:
             arguments = _cast_tensors(arguments, self.dtype)

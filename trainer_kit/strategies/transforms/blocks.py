@@ -287,6 +287,11 @@ class _RecomputedForward:
         self.configs = configs
         """The configurations of transformers models whose cache is off meanwhile."""
 
+    @property
+    def __wrapped__(self) -> Function:
+        """Gives this object the signature of the module's forward, which libraries inspect."""
+        return self.forward
+
     def __call__(self, *arguments: object, **options: Any) -> object:
         if not self.offload:
             return checkpoint(self.forward, *arguments, use_reentrant=False, **options)
