@@ -17,7 +17,7 @@ HEAD = """\
 
 Every hook there is, what it is given, and what holds when it is called. A callback is called before the module, and
 callbacks in the order `early`, `normal`, `late`, within one in the order of the Trainer's list. Hooks without
-an override cost nothing. A misspelt hook fails when its class is created;
+an override cost nothing. A misspelled hook fails when its class is created;
 any other unknown `on_*` name, or a hook that cannot take its arguments, when a Trainer is given an object of the class.
 The order of a whole run is in [the design](design.md); `trainer.explain()` has it for a composed run, with the
 objects that override each hook.

@@ -10,7 +10,7 @@ the same weights; ``gan_manual.py`` is the same GAN with alternating steps.
 # %% [markdown]
 # ## Data, and two networks
 #
-# The points lie on a plane, so that one can see at a glance what a generator has learned: all of the eight centres, or
+# The points lie on a plane, so that one can see at a glance what a generator has learned: all of the eight centers, or
 # only some of them.
 
 # %%
@@ -26,12 +26,12 @@ from torch.utils.data import DataLoader
 import trainer_kit as tk
 
 ANGLES = torch.arange(8) * torch.pi / 4
-CENTRES = 2 * torch.stack([ANGLES.cos(), ANGLES.sin()], dim=1)  # (8, 2)
+CENTERS = 2 * torch.stack([ANGLES.cos(), ANGLES.sin()], dim=1)  # (8, 2)
 
 
 def ring(samples: int) -> Tensor:
-    """Points near the eight centres, shape (samples, 2)."""
-    return CENTRES[torch.randint(8, (samples,))] + 0.1 * torch.randn(samples, 2)
+    """Points near the eight centers, shape (samples, 2)."""
+    return CENTERS[torch.randint(8, (samples,))] + 0.1 * torch.randn(samples, 2)
 
 
 def network(inputs: int, outputs: int, width: int = 128) -> nn.Sequential:
@@ -86,20 +86,20 @@ class GAN(tk.TrainModule):
 # %% [markdown]
 # ## What it learned
 #
-# The last line of the output counts the centres that the generator reaches: 8 of 8 after 4000 steps, in about a minute
+# The last line of the output counts the centers that the generator reaches: 8 of 8 after 4000 steps, in about a minute
 # on two CPU cores.
 
 
 # %%
 @torch.no_grad()
 def report(module: tk.TrainModule) -> str:
-    """How many centres the generator reaches, and how far from the nearest one its points are."""
-    distances = torch.cdist(module(4096).cpu(), CENTRES)
+    """How many centers the generator reaches, and how far from the nearest one its points are."""
+    distances = torch.cdist(module(4096).cpu(), CENTERS)
     nearest = distances.argmin(dim=1)
     reached = sum(
-        bool((nearest == centre).float().mean() > 1 / 40) for centre in range(8)
+        bool((nearest == center).float().mean() > 1 / 40) for center in range(8)
     )
-    return f"centres reached: {reached} of 8, mean distance to the nearest: {distances.amin(dim=1).mean():.2f}"
+    return f"centers reached: {reached} of 8, mean distance to the nearest: {distances.amin(dim=1).mean():.2f}"
 
 
 def main() -> None:

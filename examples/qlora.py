@@ -4,7 +4,7 @@
     python examples/qlora.py --precision int8 --steps 400
 
 It needs `pip install bitsandbytes`. On two CPU cores it takes one to two minutes.
-The base is trained in float32. For tuning it is frozen and gets adapters; the precision quantises what is frozen.
+The base is trained in float32. For tuning it is frozen and gets adapters; the precision quantizes what is frozen.
 Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, NeurIPS 2023.
 """
 
@@ -172,10 +172,10 @@ if __name__ == "__main__":
     main()
 
 # %% [markdown]
-# *Does it work with a model of Hugging Face?* Yes: `precision="nf4"` quantises the frozen `nn.Linear` layers of any
+# *Does it work with a model of Hugging Face?* Yes: `precision="nf4"` quantizes the frozen `nn.Linear` layers of any
 # module, and `peft.get_peft_model` may take the place of `Adapted` ([precision](../guide/precision.md)). *Which
 # precisions are there?* `nf4`, `nf4-dq`, `fp4`, `fp4-dq` and `int8`, here by bitsandbytes, on a CPU too.
 #
-# *What is in a checkpoint?* The adapters, and the quantised base bit for bit. *How do I train on two GPUs?*
+# *What is in a checkpoint?* The adapters, and the quantized base bit for bit. *How do I train on two GPUs?*
 # `devices=2`; if the base does not fit into one, `strategy="fsdp"` with `torch.optim.AdamW`: 8-bit optimizers need
 # whole parameters.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from gan_named import CENTRES, network, ring
+from gan_named import CENTERS, network, ring
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 from torch.utils.data import DataLoader
@@ -24,15 +24,15 @@ NOISE = 8
 
 @torch.no_grad()
 def report(generator: nn.Module, device: torch.device) -> str:
-    """How many centres the generator reaches, and how far from the nearest one its points are."""
+    """How many centers the generator reaches, and how far from the nearest one its points are."""
     distances = torch.cdist(
-        generator(torch.randn(4096, NOISE, device=device)).cpu(), CENTRES
+        generator(torch.randn(4096, NOISE, device=device)).cpu(), CENTERS
     )
     nearest = distances.argmin(dim=1)
     reached = sum(
-        bool((nearest == centre).float().mean() > 1 / 40) for centre in range(8)
+        bool((nearest == center).float().mean() > 1 / 40) for center in range(8)
     )
-    return f"centres reached: {reached} of 8, mean distance to the nearest: {distances.amin(dim=1).mean():.2f}"
+    return f"centers reached: {reached} of 8, mean distance to the nearest: {distances.amin(dim=1).mean():.2f}"
 
 
 def main() -> None:

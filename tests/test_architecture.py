@@ -640,7 +640,7 @@ def on_the_host(argument: ast.expr, function: ast.AST) -> bool:
 
 
 def test_parts_of_a_run_are_not_probed() -> None:
-    """An optional member is a method with a default; a probe hides a misspelt one from the type checker."""
+    """An optional member is a method with a default; a probe hides a misspelled one from the type checker."""
     parts = re.compile(r"(\w+\.)*_?(strategy|precision|precision_plugin)")
     ours = re.compile(r"(\w+\.)*_?(trainer|accelerator|session|group|reports|bar)")
     foreign = set(" ".join(FOREIGN_MEMBERS.values()).split())

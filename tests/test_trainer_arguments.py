@@ -330,7 +330,7 @@ def test_replacements_name_arguments_that_exist():
         assert "=" not in fix or not name.isidentifier() or name in TAKEN, fix
 
 
-def test_a_misspelt_argument():
+def test_a_misspelled_argument():
     with pytest.raises(ConfigurationError) as error:
         tk.Trainer(max_epoch=1)
     assert error.value.problem == "Trainer has no argument 'max_epoch'"

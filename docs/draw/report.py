@@ -17,7 +17,7 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "docs" / "pictures"
-WIDTH, HEIGHT, COLOURS = 1200, 860, 128
+WIDTH, HEIGHT, COLORS = 1200, 860, 128
 
 
 def train(root: str) -> Path:
@@ -50,7 +50,7 @@ BROWSER = (
 
 
 def photograph(report: Path) -> None:
-    """The first screen of the page, in both colour schemes, with few colours to keep the files small."""
+    """The first screen of the page, in both color schemes, with few colors to keep the files small."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as play:
@@ -66,7 +66,7 @@ def photograph(report: Path) -> None:
             few = (
                 Image.open(target)
                 .convert("RGB")
-                .quantize(COLOURS, dither=Image.Dither.NONE)
+                .quantize(COLORS, dither=Image.Dither.NONE)
             )
             few.save(target, optimize=True)
             print(

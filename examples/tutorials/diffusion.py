@@ -170,15 +170,15 @@ trainer.fit(
 # %% [markdown]
 # ## Does it draw digits?
 #
-# A loss of noise says little about pictures. A classifier that learned from the real images says whether it recognises
+# A loss of noise says little about pictures. A classifier that learned from the real images says whether it recognizes
 # the digit that was asked for.
 
 # %%
 asked = torch.arange(10).repeat_interleave(20)
 drawn = module.eval().draw(asked.to(module.device)).cpu()
 judge = SVC(gamma=0.05).fit(images, labels)
-recognised = (torch.tensor(judge.predict(drawn)) == asked).float().mean()
-trainer.print(f"recognised: {recognised:.3f} of {len(asked)} drawn digits")
+recognized = (torch.tensor(judge.predict(drawn)) == asked).float().mean()
+trainer.print(f"recognized: {recognized:.3f} of {len(asked)} drawn digits")
 
 framed = F.pad(drawn.view(10, 20, 8, 8)[:, :12], (1, 1, 1, 1), value=-1)
 grid = framed.permute(0, 2, 1, 3).reshape(100, 120)  # a row for each digit

@@ -569,7 +569,7 @@ def test_forward_methods_use_the_precision():
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("call", ["training_step", "loss"])
-def test_methods_synchronise_gradients(strategy, call):
+def test_methods_synchronize_gradients(strategy, call):
     fabric = Fabric(accelerator="cpu", strategy=strategy)
     model = trained(fabric, call, batch_size=2)
     weights = fabric.accelerator.get_state_dict(model.module)

@@ -101,16 +101,16 @@ def test_on_the_meta_device():
     assert table.flops == 2 * 5 * (8 * 16 + 16 * 16 + 16 * 2)
 
 
-def test_layers_that_are_not_initialised_yet():
+def test_layers_that_are_not_initialized_yet():
     net = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
     net.example_input_array = torch.zeros(1, 3)
     table = summarize(net)
     assert [row.params for row in table.rows] == [None, 10]
     assert table.total == 10
-    assert "no sizes: some layers are not initialised yet" in str(table)
-    assert net[0].has_uninitialized_params(), "looking initialises nothing"
+    assert "no sizes: some layers are not initialized yet" in str(table)
+    assert net[0].has_uninitialized_params(), "looking initializes nothing"
     del net.example_input_array
-    assert "some parameters are not initialised yet" in str(summarize(net))
+    assert "some parameters are not initialized yet" in str(summarize(net))
 
 
 @pytest.mark.parametrize(

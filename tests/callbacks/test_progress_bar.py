@@ -142,14 +142,14 @@ def test_the_bars_are_tqdms_as_in_lightning(terminal, clock):
         def on_train_batch_end(self, trainer, pl_module, *arguments):
             bar = trainer.progress_bar_callback.train_progress_bar
             seen.append((type(bar).__name__, bar.total, bar.desc))
-            bar.colour = "green"
+            bar.color = "green"
 
     seen, progress = [], TQDMProgressBar()
     with pytest.raises(ConfigurationError, match=r"has drawn no test_progress_bar"):
         _ = progress.test_progress_bar
     made = fitted(progress, clock, Totals(), batches=3, seconds=0.5)
     assert [row[1:] for row in seen] == [(3, "Epoch 0/0")] * 3
-    assert progress.train_progress_bar.colour == "green"
+    assert progress.train_progress_bar.color == "green"
     assert progress.__getstate__()["_bars"] == {}  # tqdm objects cannot be pickled
     with pytest.raises(
         ConfigurationError, match=r"(?s)val_progress_bar.*init_validation"

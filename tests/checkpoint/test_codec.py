@@ -145,15 +145,15 @@ def test_enums_come_back_as_members_and_as_records_where_their_class_is_not_impo
         record = through(member)
         assert type(record) is EnumRecord
         assert record.value == member.value
-        assert record.of(type(member)) is member
+        assert record.as_member(type(member)) is member
         assert through(record) == record
     assert through({members[0]: 1}) == {EnumRecord(f"{__name__}.Mode", "FAST", 1): 1}
     with pytest.raises(ValueError, match="is not a valid"):
-        EnumRecord("gone", "GONE", 9).of(type(members[0]))
+        EnumRecord("gone", "GONE", 9).as_member(type(members[0]))
 
 
 def test_enum_names_outlive_changed_values():
-    assert EnumRecord("m.Mode", "SLOW", 17).of(Mode) is Mode.SLOW
+    assert EnumRecord("m.Mode", "SLOW", 17).as_member(Mode) is Mode.SLOW
 
 
 def test_equal_sets_give_equal_text():

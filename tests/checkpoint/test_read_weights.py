@@ -68,7 +68,7 @@ def test_our_checkpoint(module, tmp_path):
         read_weights(write_checkpoint(tmp_path / "odd", {"model": {"w": 3}}))
 
 
-def test_safetensors_files_are_recognised_by_content(tmp_path):
+def test_safetensors_files_are_recognized_by_content(tmp_path):
     weights = {"w": torch.randn(3), "b": torch.ones((), dtype=torch.bfloat16)}
     for name in ("a.safetensors", "a.bin"):
         safetensors.torch.save_file(weights, tmp_path / name)

@@ -440,7 +440,7 @@ def test_state_dicts_are_read_to_their_devices(tmp_path: Path) -> None:
     )
 
 
-def test_results_of_prepare_are_recognised() -> None:
+def test_results_of_prepare_are_recognized() -> None:
     _, _, optimizer, loader, scheduler = parts()
     assert isinstance(optimizer, AcceleratedOptimizer)
     assert isinstance(scheduler, AcceleratedScheduler)

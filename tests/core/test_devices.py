@@ -27,9 +27,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         torch.accelerator, "current_accelerator", lambda: torch.device("cuda")
     )
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-    # What torch.accelerator asks would initialise CUDA; `torch.cuda` asks NVML.
+    # What torch.accelerator asks would initialize CUDA; `torch.cuda` asks NVML.
     monkeypatch.setattr(
-        torch.accelerator, "device_count", lambda: made.append("initialised")
+        torch.accelerator, "device_count", lambda: made.append("initialized")
     )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(

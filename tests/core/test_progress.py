@@ -184,7 +184,7 @@ def test_an_unknown_count_is_not_changed():
     assert progress == Progress(step=7)
 
 
-def test_a_misspelt_count_is_an_error():
+def test_a_misspelled_count_is_an_error():
     with pytest.raises(AttributeError):
         Progress().steps = 1
 

@@ -1,4 +1,4 @@
-"""Misspelt hooks are refused when the class is created; other mistakes in hooks when a Trainer is given an object."""
+"""Misspelled hooks are refused when the class is created; other mistakes in hooks when a Trainer is given an object."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from trainer_kit.testing import TinyModule
 def test_an_unknown_hook_of_a_callback_is_refused_with_the_nearest():
     with pytest.raises(
         HookError,
-        match=r"(?s)Misspelt.on_train_epoch_ends is not a hook.*'on_train_epoch_end'",
+        match=r"(?s)Misspelled.on_train_epoch_ends is not a hook.*'on_train_epoch_end'",
     ):
 
-        class Misspelt(Callback):
+        class Misspelled(Callback):
             def on_train_epoch_ends(self, trainer, module): ...
 
 
 def test_an_unknown_hook_of_a_module_is_refused():
     with pytest.raises(HookError, match="'on_train_start'"):
 
-        class Misspelt(TrainModule):
+        class Misspelled(TrainModule):
             def on_training_start(self): ...
 
 
 @pytest.mark.parametrize("name", ["traning_step", "validaton_step"])
-def test_misspelt_steps_are_refused(name):
+def test_misspelled_steps_are_refused(name):
     with pytest.raises(
         HookError,
         match=rf"(?s)Old.{name} is not a hook.*did you mean '(training|validation)_step'",
@@ -105,7 +105,7 @@ def test_methods_of_one_s_own_are_left_alone(name):
 def test_an_unknown_hook_of_a_datamodule_is_refused():
     with pytest.raises(HookError, match="on_exception"):
 
-        class Misspelt(DataModule):
+        class Misspelled(DataModule):
             def on_exceptions(self, exception): ...
 
 

@@ -92,7 +92,7 @@ def test_qlora_learns(run: Run) -> None:
 def test_gan_runs(example: str, flags: tuple[str, ...], run: Run) -> None:
     assert (
         0
-        <= number(r"centres reached: (\d) of 8", run(example, "--steps", "20", *flags))
+        <= number(r"centers reached: (\d) of 8", run(example, "--steps", "20", *flags))
         <= 8
     )
 
@@ -101,7 +101,7 @@ def test_gan_runs(example: str, flags: tuple[str, ...], run: Run) -> None:
 @pytest.mark.parametrize("example", ["gan_named", "gan_manual"])
 def test_gan_learns_the_ring(example: str, run: Run) -> None:
     said = run(example)
-    assert number(r"centres reached: (\d) of 8", said) == 8
+    assert number(r"centers reached: (\d) of 8", said) == 8
     assert number(r"nearest: ([\d.]+)", said) < 0.4
 
 
@@ -171,13 +171,13 @@ def test_raw_loop_under_torchrun(run: Run) -> None:
 
 def test_raw_gan_runs(run: Run) -> None:
     assert (
-        0 <= number(r"centres reached: (\d) of 8", run("raw_gan", "--steps", "20")) <= 8
+        0 <= number(r"centers reached: (\d) of 8", run("raw_gan", "--steps", "20")) <= 8
     )
 
 
 @pytest.mark.slow
 def test_raw_gan_learns_the_ring(run: Run) -> None:
-    assert number(r"centres reached: (\d) of 8", run("raw_gan", "--steps", "2000")) == 8
+    assert number(r"centers reached: (\d) of 8", run("raw_gan", "--steps", "2000")) == 8
 
 
 def test_no_example_is_forgotten() -> None:

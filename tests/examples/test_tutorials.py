@@ -42,7 +42,7 @@ def curve(said: str, name: str) -> list[float]:
 
 
 def picture(name: str) -> Image.Image:
-    """A picture that a tutorial wrote; it shows more than one colour."""
+    """A picture that a tutorial wrote; it shows more than one color."""
     image = Image.open(name).convert("L")
     low, high = image.getextrema()
     assert high - low > 100
@@ -86,9 +86,9 @@ def test_the_forecast_is_better_than_the_naive_one(size: list[str], run: Run) ->
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_drawn_digits_are_recognised(size: list[str], run: Run) -> None:
+def test_drawn_digits_are_recognized(size: list[str], run: Run) -> None:
     said = run("tutorials/diffusion", *size)
-    assert number(r"recognised: ([\d.]+) of 200", said) > (0.8 if size else 0.95)
+    assert number(r"recognized: ([\d.]+) of 200", said) > (0.8 if size else 0.95)
     losses = curve(said, "train_loss")
     assert losses[-1] < losses[0] / 2
     assert picture("diffusion.png").size == (12 * 10 * 4, 10 * 10 * 4)

@@ -162,7 +162,7 @@ def test_fp8(kind: str, recipe: Any, base: str) -> None:
 
 
 def vendors(layer: nn.Linear, mode: str) -> nn.Module:
-    """bitsandbytes' own layer, which quantises here, as ours do, and then moves."""
+    """bitsandbytes' own layer, which quantizes here, as ours do, and then moves."""
     import bitsandbytes as bnb
 
     if mode == "int8":
@@ -188,7 +188,7 @@ def vendors(layer: nn.Linear, mode: str) -> nn.Module:
 @needs("bitsandbytes")
 @on_each_device
 @pytest.mark.parametrize("mode", ["nf4", "int8"])
-def test_quantised_weights(kind: str, mode: Any) -> None:
+def test_quantized_weights(kind: str, mode: Any) -> None:
     plain, mine = (
         Wide(frozen=True, configure=_head_only),
         Wide(frozen=True, configure=_head_only),

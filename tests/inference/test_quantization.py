@@ -1,4 +1,4 @@
-"""Weights are quantised while they are loaded: the bits of layers that were quantised in memory, on every tier."""
+"""Weights are quantized while they are loaded: the bits of layers that were quantized in memory, on every tier."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_it_is_the_precision_of_that_name(mode: str, tmp_path: Path) -> None:
             empty(), config, tmp_path / "old.bin", device_map={"": "disk"}, **offload
         ),
     ]
-    again = export(made[0].state_dict(), tmp_path / "quantised")
+    again = export(made[0].state_dict(), tmp_path / "quantized")
     made.append(
         tk.load_and_quantize_model(
             empty(), config, again, device_map={"": "disk"}, **offload
@@ -154,10 +154,10 @@ def test_wrong_calls(tmp_path: Path) -> None:
             tk.BnbQuantizationConfig(**options)
     with pytest.raises(
         PrecisionError,
-        match=r"the model has no weights to quantise\n(?s:.*)as weights_location",
+        match=r"the model has no weights to quantize\n(?s:.*)as weights_location",
     ):
         tk.load_and_quantize_model(empty(), config)
-    with pytest.raises(PrecisionError, match="no layer of this model can be quantised"):
+    with pytest.raises(PrecisionError, match="no layer of this model can be quantized"):
         tk.load_and_quantize_model(
             nn.Sequential(nn.Embedding(2, 64), nn.Linear(64, 2)), config
         )

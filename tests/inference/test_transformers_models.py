@@ -87,21 +87,21 @@ def test_a_model_of_transformers(
         ):
             model(words, labels=words).loss.backward()
 
-    quantise = tk.BnbQuantizationConfig(
+    quantize = tk.BnbQuantizationConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="fp32"
     )
     if kind == "gpt2":
         with pytest.raises(
             PrecisionError,
-            match=r"no layer of this model can be quantised\n(?s:.*)Conv1D",
+            match=r"no layer of this model can be quantized\n(?s:.*)Conv1D",
         ):
-            tk.load_and_quantize_model(empty(), quantise, tmp_path / "hub")
+            tk.load_and_quantize_model(empty(), quantize, tmp_path / "hub")
         return
     model = tk.load_and_quantize_model(
-        empty(), quantise, tmp_path / "hub", device_map={"": "cpu"}
+        empty(), quantize, tmp_path / "hub", device_map={"": "cpu"}
     )
     assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
     assert model.lm_head.weight.dtype == torch.float32
     with torch.no_grad():
-        in_memory = tk.load_and_quantize_model(plain, quantise)
+        in_memory = tk.load_and_quantize_model(plain, quantize)
         assert torch.equal(model(words).logits, in_memory(words).logits)

@@ -54,12 +54,12 @@ def test_nothing_is_imported_before_the_script() -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("-P",)])
-def test_a_script_finds_its_neighbours(options: tuple[str, ...]) -> None:
+def test_a_script_finds_its_neighbors(options: tuple[str, ...]) -> None:
     if options and sys.version_info < (3, 11):
         pytest.skip("-P is new in Python 3.11")
-    Path("neighbour.py").touch()
+    Path("neighbor.py").touch()
     Path("sub").mkdir()
-    ran = _rank(_script("import neighbour"), options=options, PYTHONPATH="")
+    ran = _rank(_script("import neighbor"), options=options, PYTHONPATH="")
     assert (ran.returncode == 0) is (not options)
 
 

@@ -103,7 +103,7 @@ def test_secrets_of_the_command_line_are_masked(words, kept):
         ),
     ],
 )
-def test_the_launcher_is_recognised_by_its_variables(variables, found):
+def test_the_launcher_is_recognized_by_its_variables(variables, found):
     assert launches(variables) == found
 
 

@@ -209,7 +209,7 @@ def test_flatten_keeps_lists_and_empty_mappings():
 
 
 def test_plain_is_strict_json():
-    class Colour(Enum):
+    class Color(Enum):
         RED = 1
 
     value = {
@@ -220,7 +220,7 @@ def test_plain_is_strict_json():
         "one": torch.tensor(2.0),
         "many": torch.zeros(2, 2),
         "path": Path("a/b"),
-        "enum": Colour.RED,
+        "enum": Color.RED,
         "set": {2, 1},
         "cls": torch.nn.Linear,
         "module": torch.nn.ReLU(),

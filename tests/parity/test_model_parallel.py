@@ -439,7 +439,7 @@ def test_what_is_refused_before_the_first_step() -> None:
         (
             MadeInside(bare, "meta"),
             1,
-            r"cannot initialise their weights(.|\n)*net.4 without reset_parameters\n  fix:   define reset_",
+            r"cannot initialize their weights(.|\n)*net.4 without reset_parameters\n  fix:   define reset_",
         ),
         (
             Divided(another_unit_on_rank_one),

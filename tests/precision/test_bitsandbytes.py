@@ -1,4 +1,4 @@
-"""Quantised bases with adapters that are trained: the same bits as bitsandbytes' own layers in a plain loop."""
+"""Quantized bases with adapters that are trained: the same bits as bitsandbytes' own layers in a plain loop."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_the_same_bits_as_a_plain_loop_and_after_a_resume(
     trainer(**options(), callbacks=[saving], **quiet).fit(module, batches())
     trained = [p for p in module.parameters() if p.requires_grad]
     assert equal(trained, [p for p in plain.parameters() if p.requires_grad])
-    # Another start, whose own weights would be quantised to other bits: everything comes from the checkpoint.
+    # Another start, whose own weights would be quantized to other bits: everything comes from the checkpoint.
     resumed = Net(seed=5)
     trainer(**options()).fit(resumed, batches(), ckpt_path=tmp_path / "step-00000002")
     assert equal(resumed.state_dict().values(), module.state_dict().values())
@@ -148,7 +148,7 @@ def test_the_same_bits_as_a_plain_loop_and_after_a_resume(
     assert torch.equal(one, other)
 
 
-def test_a_checkpoint_of_floats_is_quantised_while_it_is_loaded(tmp_path: Path) -> None:
+def test_a_checkpoint_of_floats_is_quantized_while_it_is_loaded(tmp_path: Path) -> None:
     floats = Net(seed=3)
     torch.save(floats.state_dict(), tmp_path / "pretrained.pt")
     module = Net()
@@ -162,7 +162,7 @@ def test_a_checkpoint_of_floats_is_quantised_while_it_is_loaded(tmp_path: Path) 
     assert torch.equal(copy.deepcopy(module).first(x), expected.first(x))
 
 
-def test_weights_that_were_quantised_in_another_way_are_refused(tmp_path: Path) -> None:
+def test_weights_that_were_quantized_in_another_way_are_refused(tmp_path: Path) -> None:
     quiet = {
         "barebones": False,
         "logger": False,
@@ -291,7 +291,7 @@ def test_8_bit_layers_are_fed_float32(mode: Any, base: str) -> None:
             torch.testing.assert_close(ours, p, atol=0.02, rtol=0.05)
 
 
-def test_modules_that_cannot_be_quantised_are_refused_before_the_first_step() -> None:
+def test_modules_that_cannot_be_quantized_are_refused_before_the_first_step() -> None:
     class Trainable(Net):
         def __init__(self) -> None:
             super().__init__()

@@ -112,7 +112,7 @@ def check(strategy: str, names: list[str], directory: Path) -> None:
                 "enable_model_summary": False,
                 "barebones": False,
             }
-            # Another start on rank 1: every part of a quantised weight has to come from rank 0.
+            # Another start on rank 1: every part of a quantized weight has to come from rank 0.
             several = {"strategy": strategy, "devices": 2, "accumulate_grad_batches": 2}
             mine = fit(
                 Net(dist.get_rank(), frozen),
@@ -175,7 +175,7 @@ def test_other_precisions(strategy: str, names: list[str], tmp_path: Path) -> No
 
 
 class Built(tk.TrainModule):
-    """Only rank 0 has weights when layers are quantised."""
+    """Only rank 0 has weights when layers are quantized."""
 
     def configure_model(self) -> None:
         self.net = Net(3, True)
@@ -196,7 +196,7 @@ def test_fsdp(tmp_path: Path) -> None:
     built = fit(Built(), "nf4-dq", 4, strategy="fsdp", devices=2)
     for key, value in alone.items():
         torch.testing.assert_close(built[f"net.{key}"], value, rtol=0, atol=1e-6)
-    # Floats are quantised, and then divided.
+    # Floats are quantized, and then divided.
     options: dict[str, Any] = {
         "accelerator": "cpu",
         "strategy": "fsdp",

@@ -177,13 +177,13 @@ def test_a_device_without_fp8_is_refused_before_the_first_step(
 def test_nothing_is_asked_of_an_accelerator_before_ranks_may_have_been_forked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """torch initialises CUDA for each of these, after which a forked process cannot use it."""
+    """torch initializes CUDA for each of these, after which a forked process cannot use it."""
 
-    def initialises(*given: Any) -> Any:
-        raise RuntimeError("CUDA was initialised")
+    def initializes(*given: Any) -> Any:
+        raise RuntimeError("CUDA was initialized")
 
-    monkeypatch.setattr(torch.cuda, "_lazy_init", initialises)
-    monkeypatch.setattr(torch.cuda, "is_available", initialises)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", initializes)
+    monkeypatch.setattr(torch.cuda, "is_available", initializes)
     for precision in (
         Float8Precision(),
         Float8Precision(base="16-mixed"),
@@ -193,19 +193,19 @@ def test_nothing_is_asked_of_an_accelerator_before_ranks_may_have_been_forked(
         if isinstance(precision, Float8Precision):
             for _ in range(2):  # the rank's own device is asked, once a run
                 precision.check(torch.device("cuda", 1), "ddp")
-                with pytest.raises(RuntimeError, match="CUDA was initialised"):
+                with pytest.raises(RuntimeError, match="CUDA was initialized"):
                     precision.convert_module(Net())
     scaler = MixedPrecision(torch.float16, device_type="cuda").scaler
     assert scaler is not None
     assert scaler.is_enabled()
 
 
-def test_the_server_that_ranks_are_forked_from_initialises_nothing() -> None:
+def test_the_server_that_ranks_are_forked_from_initializes_nothing() -> None:
     names = [*distributed._PRELOAD, *distributed._PRELOAD_WHERE_USED]
     program = f"""
 import importlib, torch
-def initialises(*given): raise SystemExit("CUDA was initialised")
-torch.cuda._lazy_init = torch.cuda.is_available = initialises
+def initializes(*given): raise SystemExit("CUDA was initialized")
+torch.cuda._lazy_init = torch.cuda.is_available = initializes
 for name in {names}:
     importlib.import_module(name)
 """

@@ -1,4 +1,4 @@
-"""Quantisation-aware training: the same bits as torchao's prepare, train, convert."""
+"""Quantization-aware training: the same bits as torchao's prepare, train, convert."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def long_run(curves, points):
 
 
 def inked(tab):
-    """How many charts have a curve: pixels of its colour."""
+    """How many charts have a curve: pixels of its color."""
     return tab.evaluate("""() => [...document.querySelectorAll("canvas")].filter((canvas) => {
         const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
         let blue = 0;

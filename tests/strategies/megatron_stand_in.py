@@ -307,7 +307,7 @@ class Stepper:
 
 
 def schedule(calls: Calls, **said: Any) -> None:
-    """As Megatron's without a pipeline: forward, the loss function, backward; in the end gradients are finalised."""
+    """As Megatron's without a pipeline: forward, the loss function, backward; in the end gradients are finalized."""
     (chunk,) = said["model"]
     calls.append(
         ("schedule", {k: v for k, v in said.items() if isinstance(v, (int, bool))})
@@ -336,7 +336,7 @@ def finalize(calls: Calls, model: list[Any], tokens: Any, **said: Any) -> None:
 
 
 def make_groups(calls: Calls, groups: dict[str, Any], **said: Any) -> None:
-    """Tensor ranks are neighbours."""
+    """Tensor ranks are neighbors."""
     calls.append(("initialize", said))
     size, world = said["tensor_model_parallel_size"], range(dist.get_world_size())
     layout = {

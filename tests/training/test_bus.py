@@ -220,22 +220,22 @@ def test_two_states_under_one_key_are_refused_before_anything_runs():
     Trainer(callbacks=[Idle(), Idle()])
 
 
-def test_a_misspelt_hook_fails_when_the_class_is_made():
+def test_a_misspelled_hook_fails_when_the_class_is_made():
     with pytest.raises(HookError, match="did you mean 'on_train_batch_end'"):
 
-        class Misspelt(Callback):
+        class Misspelled(Callback):
             def on_train_batch_ends(self, trainer, module, outputs, batch, batch_idx):
                 pass
 
     with pytest.raises(HookError, match="did you mean 'on_train_start'"):
 
-        class MisspeltModule(TrainModule):
+        class MisspelledModule(TrainModule):
             def on_train_strat(self):
                 pass
 
     with pytest.raises(HookError, match="did you mean"):
 
-        class MisspeltData(DataModule):
+        class MisspelledData(DataModule):
             def on_before_batch_transfers(self, batch, dataloader_idx):
                 pass
 

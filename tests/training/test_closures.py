@@ -26,7 +26,7 @@ from trainer_kit.core.errors import ConfigurationError
 
 
 class SAM(torch.optim.Optimizer):
-    """Sharpness-aware minimisation (Foret et al., ICLR 2021); the closure computes both gradients."""
+    """Sharpness-aware minimization (Foret et al., ICLR 2021); the closure computes both gradients."""
 
     def __init__(self, params: Any, lr: float = 0.1, rho: float = 0.05) -> None:
         super().__init__(params, {"lr": lr, "rho": rho})

@@ -254,7 +254,7 @@ def test_what_is_not_known_before_a_module_is_divided_is_not_given_as_a_number()
 
 
 def placed(picture):
-    """By rank: where its box begins, its colour, and its samples."""
+    """By rank: where its box begins, its color, and its samples."""
     found = {}
 
     def walk(element, x, y):
@@ -264,11 +264,11 @@ def placed(picture):
         x, y = x + float(found_x), y + float(found_y)
         texts = [child.text for child in element if child.tag.endswith("text")]
         if texts and texts[0].startswith("rank "):
-            colour = next(
+            color = next(
                 child.get("class") for child in element if child.tag.endswith("rect")
             )
             assert int(texts[0][5:]) not in found
-            found[int(texts[0][5:])] = (x, y, colour, texts[1])
+            found[int(texts[0][5:])] = (x, y, color, texts[1])
         for child in element:
             walk(child, x, y)
 

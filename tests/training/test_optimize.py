@@ -141,7 +141,7 @@ def test_options_of_a_scheduler():
     assert {name: getattr(found, name) for name in config} == config
 
 
-def test_a_plateau_scheduler_is_recognised_and_takes_a_monitor_outside_its_dict():
+def test_a_plateau_scheduler_is_recognized_and_takes_a_monitor_outside_its_dict():
     def configure(m):
         optimizer = sgd(m)
         return {

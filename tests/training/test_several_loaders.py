@@ -83,7 +83,7 @@ def test_a_dict_of_training_loaders_ends_with_the_longest_and_starts_shorter_one
     assert "max_size_cycle" in trainer.explain(Sees(), loaders)
 
 
-def test_each_mode_of_combination_is_honoured(capsys: Any) -> None:
+def test_each_mode_of_combination_is_honored(capsys: Any) -> None:
     both = tk.CombinedLoader({"long": loader(6), "short": loader(2, 10)}, "min_size")
     trainer, module = fit(both)
     assert (len(module.seen), trainer.num_training_batches) == (1, 1)

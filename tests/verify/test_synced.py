@@ -32,7 +32,7 @@ def ddp_takes_them_on_the_cpu(monkeypatch):
     ],
 )
 def test_batch_norms_of_all_ranks(strategy, options):
-    """The plain loop normalised each rank's samples by themselves: a false alarm."""
+    """The plain loop normalized each rank's samples by themselves: a false alarm."""
     found = verify(
         verified.SyncedResNet(), strategy=strategy, max_epochs=30, steps=2, **options
     )
@@ -40,7 +40,7 @@ def test_batch_norms_of_all_ranks(strategy, options):
     assert status(found)["training"] == status(found)["other world"] == "ok"
     notes = [check.text for check in found.checks if check.name == "batch norms"]
     assert len(notes) == 1
-    assert notes[0].startswith("net.4.norm: each rank normalises its own samples")
+    assert notes[0].startswith("net.4.norm: each rank normalizes its own samples")
 
 
 class Changed(DDPStrategy):
@@ -84,12 +84,12 @@ def test_manual_optimization_with_them_is_refused():
     module.generator[1] = verified.SyncedNorm(16)
     with pytest.raises(
         tk.ConfigurationError,
-        match="manual optimization with batch norms that normalise",
+        match="manual optimization with batch norms that normalize",
     ):
         verify(module, steps=2)
 
 
-def test_inputs_of_different_lengths_are_normalised_together():
+def test_inputs_of_different_lengths_are_normalized_together():
     from trainer_kit.verify.norms import joined
 
     draw = torch.Generator().manual_seed(0)

@@ -197,7 +197,7 @@ def test_batch_norms_of_a_residual_network_are_a_note(strategy):
     checks = {check.name: check for check in found.checks}
     assert checks["batch norms"].status == "note"
     assert checks["batch norms"].text.startswith(
-        "net.2, net.4.norm, net.5.norm: each rank normalises its own samples"
+        "net.2, net.4.norm, net.5.norm: each rank normalizes its own samples"
     )
     assert ("its own running statistics" in checks["batch norms"].text) == (
         strategy == "fsdp"

@@ -217,7 +217,7 @@ class Unseeded(Classifier):
 
 
 class Normed(Classifier):
-    """Normalises over the batch, whose size is that of a rank."""
+    """Normalizes over the batch, whose size is that of a rank."""
 
     def __init__(self):
         super().__init__()
@@ -505,7 +505,7 @@ class SyncedNorm(nn.SyncBatchNorm):
 
 
 class SyncedResNet(SmallResNet):
-    """Its batch norms normalise the samples of all ranks, but for one."""
+    """Its batch norms normalize the samples of all ranks, but for one."""
 
     def __init__(self):
         super().__init__()

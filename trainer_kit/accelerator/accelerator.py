@@ -1241,7 +1241,7 @@ class Accelerator:
         """Log values with every tracker, on the main process.
 
         Args:
-            values: by name; reading a tensor of one element synchronises with the device.
+            values: by name; reading a tensor of one element synchronizes with the device.
             step: the step of the values; by default one more than the last.
             log_kwargs: options of the trackers' ``log`` by tracker name.
         """

@@ -41,7 +41,7 @@ _STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step"
 class FabricModule(nn.Module):
     """A prepared module under the user's own names.
 
-    Calling it, or one of its forward methods, synchronises gradients and uses the precision. Other attributes are the
+    Calling it, or one of its forward methods, synchronizes gradients and uses the precision. Other attributes are the
     user's module's, also when they are assigned. The steps of a `TrainModule` are forward methods;
     `mark_forward_method` adds others.
 
@@ -166,7 +166,7 @@ class FabricModule(nn.Module):
             # Here, in a layer: a method that runs no layer, or runs it under ``torch.no_grad()``, is allowed.
             if torch.is_grad_enabled():
                 raise ConfigurationError(
-                    "this method runs layers without the wrapper that synchronises gradients",
+                    "this method runs layers without the wrapper that synchronizes gradients",
                     found=f"{type(self.module).__name__}.{name}",
                     fix=f"call model.mark_forward_method({name!r}) after fabric.setup, or use torch.no_grad()",
                 )

@@ -77,15 +77,15 @@ __all__ = [
 # -- the state ---------------------------------------------------------------------------------------------------------
 
 
-class _Recognised(type):
-    """A metaclass for classes without instances: ``isinstance`` calls ``recognises``; a call forwards or raises."""
+class _Recognized(type):
+    """A metaclass for classes without instances: ``isinstance`` calls ``recognizes``; a call forwards or raises."""
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return bool(cls.recognises(instance))  # type: ignore[attr-defined]
+        return bool(cls.recognizes(instance))  # type: ignore[attr-defined]
 
 
 @final
-class AcceleratorState(metaclass=_Recognised):
+class AcceleratorState(metaclass=_Recognized):
     """A call returns the newest Accelerator, which has every attribute of Accelerate's state.
 
     Args:
@@ -103,7 +103,7 @@ class AcceleratorState(metaclass=_Recognised):
     """
 
     @staticmethod
-    def recognises(instance: object) -> bool:
+    def recognizes(instance: object) -> bool:
         """Whether an object is an Accelerator."""
         return isinstance(instance, Accelerator)
 
@@ -126,11 +126,11 @@ class AcceleratorState(metaclass=_Recognised):
 
 
 @final
-class GradientState(metaclass=_Recognised):
+class GradientState(metaclass=_Recognized):
     """A call returns the `Accelerator.gradient_state` of the newest Accelerator."""
 
     @staticmethod
-    def recognises(instance: object) -> bool:
+    def recognizes(instance: object) -> bool:
         """Whether an object is the state of an accumulation."""
         return isinstance(instance, GradientView)
 
@@ -426,7 +426,7 @@ def _refuse_adapters(adapter_only: bool) -> None:
 # -- loaders -----------------------------------------------------------------------------------------------------------
 
 
-class _LoaderType(_Recognised):
+class _LoaderType(_Recognized):
     def __call__(cls, *args: object, **kwargs: object) -> NoReturn:
         raise ConfigurationError(
             f"a {cls.__name__} is created by prepare", fix="accelerator.prepare(loader)"
@@ -437,7 +437,7 @@ class PreparedLoaderType(metaclass=_LoaderType):
     """Every loader that `prepare` returns."""
 
     @staticmethod
-    def recognises(instance: object) -> bool:
+    def recognizes(instance: object) -> bool:
         """Whether an object is such a loader."""
         return isinstance(instance, PreparedLoader)
 
@@ -446,7 +446,7 @@ class DataLoaderShard(metaclass=_LoaderType):
     """A loader from `prepare`; each process reads its own shard."""
 
     @staticmethod
-    def recognises(instance: object) -> bool:
+    def recognizes(instance: object) -> bool:
         """Whether an object is such a loader."""
         return isinstance(instance, PreparedLoader) and instance.dispatch is None
 
@@ -455,7 +455,7 @@ class DataLoaderDispatcher(metaclass=_LoaderType):
     """A loader from `prepare` that the main process reads for all processes."""
 
     @staticmethod
-    def recognises(instance: object) -> bool:
+    def recognizes(instance: object) -> bool:
         """Whether an object is such a loader."""
         return isinstance(instance, PreparedLoader) and instance.dispatch is not None
 
@@ -464,7 +464,7 @@ class SkipDataLoader(metaclass=_LoaderType):
     """A loader that `skip_first_batches` returns."""
 
     @staticmethod
-    def recognises(instance: object) -> bool:
+    def recognizes(instance: object) -> bool:
         """Whether an object is such a loader."""
         return isinstance(instance, LaterLoader)
 
@@ -563,7 +563,7 @@ def get_sampler(dataloader: Loaders) -> Any:
 # -- trackers ----------------------------------------------------------------------------------------------------------
 
 
-class _TrackerType(_Recognised):
+class _TrackerType(_Recognized):
     name: str
 
     def __call__(
@@ -577,7 +577,7 @@ class _TrackerType(_Recognised):
             cls.name, run_name, options
         )
 
-    def recognises(cls, instance: object) -> bool:
+    def recognizes(cls, instance: object) -> bool:
         return isinstance(instance, LoggerTracker) and instance.name == cls.name
 
 

@@ -213,7 +213,7 @@ class LoggerTracker(GeneralTracker):
         """Log the values of a step. Numbers in nested dicts get the name ``outer/inner``.
 
         Args:
-            values: by name. Reading a tensor of one element synchronises with the device. Text goes to all trackers
+            values: by name. Reading a tensor of one element synchronizes with the device. Text goes to all trackers
                 except those that write tables of numbers, other values only to W&B.
             step: the step of the values; by default one more than the last.
             options: accepted, without effect.
@@ -713,7 +713,7 @@ class Trackers:
         """Log values with every tracker, on the main process.
 
         Args:
-            values: by name; reading a tensor of one element synchronises with the device.
+            values: by name; reading a tensor of one element synchronizes with the device.
             step: the step of the values; by default one more than the last.
             log_kwargs: options of the trackers' ``log`` by tracker name.
         """

@@ -223,7 +223,7 @@ class SpikeDetection(Callback):
             return []
         steps = [step for step, _ in pending]
         scalars = [loss.reshape(()).float() for _, loss in pending]
-        # sync point: one for all steps since the last judgement
+        # sync point: one for all steps since the last judgment
         losses = torch.stack(scalars).tolist()
         return list(zip(steps, losses, strict=True))
 
@@ -281,7 +281,7 @@ class NaNGuard(Callback):
     each with a look at its loss and gradients. So the error names the loss or the first bad parameter, and a policy can
     leave the step out: the result is that of a run that never saw its batches.
 
-    A good step has no cost and no device synchronisation. A copy is taken between steps, at most once in 200 times the
+    A good step has no cost and no device synchronization. A copy is taken between steps, at most once in 200 times the
     time that taking one needs, so it costs at most 0.5 % of the run. It needs memory of the size of a checkpoint on the
     host (for a sharded model on the device). Hooks and values of ``state_dict`` are called as for a checkpoint; the
     hooks of steps that are trained again are called again. Steps that are left out or trained again leave no trace in

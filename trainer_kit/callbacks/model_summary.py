@@ -34,7 +34,7 @@ class SummaryRow:
     Attributes:
         name: as in ``named_modules``.
         type: class name.
-        params: number of parameters, shared tensors counted once; None if some are not initialised yet.
+        params: number of parameters, shared tensors counted once; None if some are not initialized yet.
         training: whether it is in training mode.
         flops: of one forward of the example, or None.
         in_size: shapes of its inputs in that forward, or None.
@@ -275,7 +275,7 @@ class _Parameter:
 
     Attributes:
         key: the first name of this parameter; shared parameters have several names.
-        size: number of elements; None if it is not initialised yet.
+        size: number of elements; None if it is not initialized yet.
         requires_grad: whether it is trained.
         size_in_bytes: in its own dtype.
     """
@@ -400,7 +400,7 @@ def _build_table(
     sizes_of_all = [parameter.size for parameter in parameters.values()]
     note = forward.note
     if note is None and None in sizes_of_all:
-        note = "some parameters are not initialised yet"
+        note = "some parameters are not initialized yet"
     train_modules = sum(submodule.training for submodule in modules.values())
     return ModelSummaryTable(
         rows=rows,
@@ -419,7 +419,7 @@ def _build_table(
 def _count_parameters(
     parameters: Iterable[_Parameter], shown_keys: set[str]
 ) -> Counter[str]:
-    """Count the elements of initialised parameters; ``loose`` are those outside ``shown_keys``."""
+    """Count the elements of initialized parameters; ``loose`` are those outside ``shown_keys``."""
     counts: Counter[str] = Counter()
     for parameter in parameters:
         if parameter.size is None:
@@ -503,7 +503,7 @@ def _run_example(
     parameters = list(module.parameters())
     # Running a lazy layer would initialize it: before the strategy and the user's own code have their turn.
     if any(is_lazy(parameter) for parameter in parameters):
-        return _ForwardResult(note="no sizes: some layers are not initialised yet")
+        return _ForwardResult(note="no sizes: some layers are not initialized yet")
     if is_divided(module):
         return _ForwardResult(
             note="no sizes: the module is sharded, and a forward would need every rank"

@@ -299,7 +299,7 @@ class SectionTimes(Callback):
 
 @final
 class ThroughputMonitor(SectionTimes):
-    """Log samples and tokens a second, FLOP/s, model FLOPs utilisation, and the parts of the time of training.
+    """Log samples and tokens a second, FLOP/s, model FLOPs utilization, and the parts of the time of training.
 
     Every ``log_every_n_steps`` steps it logs, for the steps since the last time, without validations:
     ``train/global/samples_per_sec``, ``…/batches_per_sec`` and, where ``loss_weight`` counts tokens,

@@ -62,7 +62,7 @@ class AutoMicroBatch(Callback):
     called again, and attributes that ``training_step`` has set are not undone. The failed attempt leaves no trace in
     buffers, logged values, counts of samples, and metric objects of the module and of callbacks.
 
-    With several ranks gradients are synchronised after the backward of a window, not during it. Each step of a run with
+    With several ranks gradients are synchronized after the backward of a window, not during it. Each step of a run with
     this callback costs a copy of buffers and metric states, and one small collective.
 
     Args:

@@ -61,7 +61,7 @@ class RichProgressBarTheme:
 
 
 class RichProgressBar(ProgressBar):
-    """A coloured bar on stderr; below it the values logged with ``prog_bar=True``, in as many lines as they need.
+    """A colored bar on stderr; below it the values logged with ``prog_bar=True``, in as many lines as they need.
 
     What is not a terminal gets the plain lines of `TQDMProgressBar`.
 

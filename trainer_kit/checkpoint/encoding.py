@@ -95,7 +95,7 @@ class EnumRecord:
         >>> import enum
         >>> Mode = enum.Enum("Mode", "FAST SLOW", module="elsewhere")
         >>> record = decode(encode(Mode.SLOW, {}), {})
-        >>> record.name, record.value, record.of(Mode)
+        >>> record.name, record.value, record.as_member(Mode)
         ('SLOW', 2, <Mode.SLOW: 2>)
     """
 
@@ -103,7 +103,7 @@ class EnumRecord:
     name: str | None
     value: Any
 
-    def of(self, cls: type[_E]) -> _E:
+    def as_member(self, cls: type[_E]) -> _E:
         """Return the member of ``cls`` with this name, else with this value; ValueError if there is neither."""
         if self.name is not None and self.name in cls.__members__:
             return cls[self.name]

@@ -238,7 +238,7 @@ class Arguments:
         else:
             # The parser above the commands gets none of their options.
             options = {k: v for k, v in by_command.items() if k not in _COMMANDS}
-        # With abbreviations a misspelt option could match another option.
+        # With abbreviations a misspelled option could match another option.
         standard = {
             "description": description,
             "exit_on_error": False,

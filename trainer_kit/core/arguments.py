@@ -475,7 +475,7 @@ def call_check(
     owner = method.__qualname__.removesuffix(".__init__")
 
     def check(args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-        # Unknown names before missing ones: a misspelt argument is both.
+        # Unknown names before missing ones: a misspelled argument is both.
         unknown = {name: kwargs[name] for name in kwargs if name not in accepted}
         refuse_unknown(owner, unknown, accepted, former)
         values = args[1:]

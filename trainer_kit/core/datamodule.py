@@ -55,7 +55,7 @@ class DataModule(DataHooks, HParamsMixin):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # As of callbacks and modules: only names that look misspelt.
+        # As of callbacks and modules: only names that look misspelled.
         check_names(cls, DataHooks)
 
     def state_dict(self) -> SavedState:

@@ -227,7 +227,7 @@ def printable(text: str, most: int = 1000, keep: str = "") -> str:
 def did_you_mean(
     name: object, known: Iterable[str], otherwise: str | None = None
 ) -> str:
-    """The fix for a misspelt name: the closest known name, else ``otherwise``, else a list of all names.
+    """The fix for a misspelled name: the closest known name, else ``otherwise``, else a list of all names.
 
     Example:
         >>> did_you_mean("ddq", ["ddp", "single"])
@@ -237,7 +237,7 @@ def did_you_mean(
     options = sorted(known)
     name = str(name)
     near = difflib.get_close_matches(name, options, n=3)
-    # The first letter is rarely misspelt.
+    # The first letter is rarely misspelled.
     likely = [option for option in near if option[:1] == name[:1]]
     if near:
         closest = (likely or near)[0]

@@ -75,9 +75,9 @@ class Callback:
     """Base class of callbacks: its hooks are called at fixed points of the loop.
 
     Subclass it and override the hooks you need; hooks that are not overridden cost nothing. Every hook is called with
-    positional arguments, as ``hook(trainer, pl_module, ...)``, so an override may use other parameter names. A misspelt
-    hook is an error when the class is created; any other unknown ``on_*`` name, and wrong parameters, when an object of
-    the class is passed to a Trainer.
+    positional arguments, as ``hook(trainer, pl_module, ...)``, so an override may use other parameter names. A
+    misspelled hook is an error when the class is created; any other unknown ``on_*`` name, and wrong parameters, when
+    an object of the class is passed to a Trainer.
 
     Attributes:
         order: ``"early"``, ``"normal"`` or ``"late"``; callbacks of the same order run as listed in the Trainer.
@@ -96,7 +96,7 @@ class Callback:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # Only names that look misspelt: a package may define callbacks that no Trainer gets (`check_hooks`).
+        # Only names that look misspelled: a package may define callbacks that no Trainer gets (`check_hooks`).
         check_names(cls, Callback)
         with_typed_arguments(cls)
 
@@ -246,12 +246,12 @@ class Callback:
         """Before each backward; ``loss`` is weighted and scaled, as backward will see it."""
 
     def on_after_backward(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
-        """After each backward; gradients may still be scaled and unsynchronised."""
+        """After each backward; gradients may still be scaled and unsynchronized."""
 
     def on_before_optimizer_step(
         self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer, /
     ) -> None:
-        """Before an optimizer step: gradients are complete, unscaled and synchronised, but not clipped."""
+        """Before an optimizer step: gradients are complete, unscaled and synchronized, but not clipped."""
 
     def on_validation_start(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """Before the first validation loader; modules are in evaluation mode."""
@@ -452,10 +452,10 @@ class ModuleHooks:
         """Before each backward; ``loss`` is weighted and scaled, as backward will see it."""
 
     def on_after_backward(self) -> None:
-        """After each backward; gradients may still be scaled and unsynchronised."""
+        """After each backward; gradients may still be scaled and unsynchronized."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Before an optimizer step: gradients are complete, unscaled and synchronised, but not clipped."""
+        """Before an optimizer step: gradients are complete, unscaled and synchronized, but not clipped."""
 
     def on_validation_start(self) -> None:
         """Before the first validation loader; modules are in evaluation mode."""

@@ -188,7 +188,7 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the gradients of one optimizer; they are unscaled and synchronised."""
+        """Clip the gradients of one optimizer; they are unscaled and synchronized."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     # -- logging -------------------------------------------------------------------------------------------------
@@ -279,10 +279,10 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
 
     @trainer.setter
     def trainer(self, trainer: TrainerLike | None) -> None:
-        for module in self.own_modules():
+        for module in self.nested_train_modules():
             module.__dict__["_trainer"] = trainer
 
-    def own_modules(self) -> Iterator[TrainModule]:
+    def nested_train_modules(self) -> Iterator[TrainModule]:
         """This module and every `TrainModule` inside it; they share the Trainer, and so epoch, step and `log`."""
         return (module for module in self.modules() if isinstance(module, TrainModule))
 
@@ -403,7 +403,7 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         return schedulers
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward in manual optimization: weighted, scaled and synchronised as in automatic optimization."""
+        """Run backward in manual optimization: weighted, scaled and synchronized as in automatic optimization."""
         self.trainer.manual_backward(loss, *args, **kwargs)
 
     def clip_gradients(
@@ -595,7 +595,7 @@ def _evaluated(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def _without_run(module: TrainModule) -> Iterator[None]:
     """Remove the attributes that are not part of the model: TorchScript inspects the type of each attribute."""
-    states = [submodule.__dict__ for submodule in module.own_modules()]
+    states = [submodule.__dict__ for submodule in module.nested_train_modules()]
     names = (
         "_trainer",
         "automatic_optimization",

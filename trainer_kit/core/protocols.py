@@ -147,7 +147,7 @@ class Group(Protocol):
         """Wait for every rank."""
 
     def agree(self, values: list[float]) -> list[list[float]]:
-        """Gather a few numbers of every rank, one row per rank, on a CPU group, so that no device is synchronised."""
+        """Gather a few numbers of every rank, one row per rank, on a CPU group, so that no device is synchronized."""
 
     def side_group(self, recreate: bool = False) -> ProcessGroup | None:
         """A torch group of the same processes for CPU tensors, used for control traffic and never by training.

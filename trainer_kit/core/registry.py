@@ -37,12 +37,12 @@ class Registry:
             ``trainer_kit.<kinds>``.
 
     Example:
-        >>> colours = Registry("colour")
-        >>> colours.register("ratio", "fractions:Fraction")
-        >>> @colours.register("red")
+        >>> colors = Registry("color")
+        >>> colors.register("ratio", "fractions:Fraction")
+        >>> @colors.register("red")
         ... def make_red():
         ...     return "#f00"
-        >>> colours.get("red")(), colours.get("ratio").__name__, colours.names()
+        >>> colors.get("red")(), colors.get("ratio").__name__, colors.names()
         ('#f00', 'Fraction', ['ratio', 'red'])
     """
 

@@ -36,7 +36,7 @@ _CALLED_BY_USERS: Final = frozenset({"log", "log_dict"})
 
 
 def check_names(cls: type, *specifications: type) -> None:
-    """Raise `HookError` for a method of ``cls`` whose name looks like a misspelt hook or step, when ``cls`` is created.
+    """Raise `HookError` for a method of ``cls`` whose name is nearly that of a hook or step, when ``cls`` is created.
 
     All other checks are in `check_hooks`: a package may define classes that no program passes to a Trainer.
 

@@ -406,7 +406,7 @@ def _clock(directory: Path) -> Iterator[Finding]:
             "clock",
             text,
             "warning",
-            "synchronise both clocks with NTP; training does not depend on it",
+            "synchronize both clocks with NTP; training does not depend on it",
         )
     else:
         yield Finding("clock", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now)))

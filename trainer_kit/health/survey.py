@@ -56,7 +56,7 @@ _FIXES: Final = {
     "link": "look at its network card and cable (ethtool, ibstat), and at NCCL_SOCKET_IFNAME; if it stays slow, train"
     " without that machine",
     "disk": "use a faster directory: a checkpoint of 10 GB takes minutes here",
-    "clocks": "synchronise the clocks of all machines with NTP (chronyc tracking)",
+    "clocks": "synchronize the clocks of all machines with NTP (chronyc tracking)",
     "versions": "install the same versions on all machines",
 }
 

@@ -662,7 +662,7 @@ def _check_largest(units: Sequence[Unit], room: Mapping[int | str, int]) -> None
             found=", ".join(
                 f"{device}: {in_units(size)}" for device, size in room.items()
             ),
-            fix="raise max_memory of a device, load the model in a narrower dtype or quantised, or allow it to"
+            fix="raise max_memory of a device, load the model in a narrower dtype or quantized, or allow it to"
             " be split "
             "(no_split_module_classes)",
         )

@@ -519,7 +519,7 @@ def first_names(names: Collection[str]) -> str:
 def check_device_map(
     model: nn.Module, device_map: Mapping[str, Device]
 ) -> dict[str, int | str]:
-    """Return the device map with normalised devices (see `name_of`).
+    """Return the device map with normalized devices (see `name_of`).
 
     Raises:
         StrategyError: the map is empty, or has no device for a tensor.

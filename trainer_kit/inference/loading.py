@@ -188,7 +188,7 @@ def load_weights(
         raise ConfigurationError(
             f"{first_names([entry.name for entry in on_disk])} go to disk, "
             "and cannot be read from the checkpoint again",
-            found=f"{checkpoint}: no safetensors file, or its weights are quantised",
+            found=f"{checkpoint}: no safetensors file, or its weights are quantized",
             fix="pass a directory for them as offload_folder",
         )
     for entry in in_memory:

@@ -1,4 +1,4 @@
-"""Quantise weights to 4 or 8 bits, layer by layer, while they are loaded."""
+"""Quantize weights to 4 or 8 bits, layer by layer, while they are loaded."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class BnbQuantizationConfig:
         llm_int8_threshold: inputs beyond this value are outliers.
         load_in_4bit: 4 bits per weight.
         bnb_4bit_quant_type: ``"fp4"`` or ``"nf4"``.
-        bnb_4bit_use_double_quant: also quantise the maxima of blocks.
+        bnb_4bit_use_double_quant: also quantize the maxima of blocks.
         bnb_4bit_compute_dtype: of products with 4-bit weights: a dtype, ``"fp32"``, ``"fp16"`` or ``"bf16"``.
         torch_dtype: of all other tensors; None: float16 with 8 bits, the compute dtype with 4 bits.
-        skip_modules: names of modules that are not quantised; None: the last one, and those that share weights.
-        keep_in_fp32_modules: names of modules that are not quantised, and stay in float32.
+        skip_modules: names of modules that are not quantized; None: the last one, and those that share weights.
+        keep_in_fp32_modules: names of modules that are not quantized, and stay in float32.
 
     Raises:
         PrecisionError: not exactly one of 4 and 8 bits, or an invalid option.
@@ -72,7 +72,7 @@ class BnbQuantizationConfig:
     def __post_init__(self) -> None:
         if self.load_in_4bit == self.load_in_8bit:
             raise PrecisionError(
-                "choose either 4-bit or 8-bit quantisation",
+                "choose either 4-bit or 8-bit quantization",
                 found=f"load_in_4bit={self.load_in_4bit}, load_in_8bit={self.load_in_8bit}",
                 fix="pass one of the two as True",
             )
@@ -83,7 +83,7 @@ class BnbQuantizationConfig:
             )
         if self.load_in_4bit and self.llm_int8_threshold != 6.0:
             raise PrecisionError(
-                "llm_int8_threshold applies to 8-bit quantisation only",
+                "llm_int8_threshold applies to 8-bit quantization only",
                 fix="leave it out, or pass load_in_8bit=True",
             )
         self.bnb_4bit_compute_dtype = _resolve_dtype(
@@ -128,7 +128,7 @@ def _refuse_empty_model(model: nn.Module) -> None:
     ]
     if empty:
         raise PrecisionError(
-            "the model has no weights to quantise",
+            "the model has no weights to quantize",
             found=f"{first_names(empty)} are on the meta device",
             fix="pass a checkpoint as weights_location",
         )
@@ -146,23 +146,23 @@ def load_and_quantize_model(
 ) -> nn.Module:
     """Replace linear layers by those of bitsandbytes, and load weights into them, one layer at a time.
 
-    Layers in host memory and on disk are quantised too. A checkpoint with quantised weights is loaded unchanged.
+    Layers in host memory and on disk are quantized too. A checkpoint with quantized weights is loaded unchanged.
 
     Args:
-        model: from `init_empty_weights`; or with its weights, which are then quantised in place.
+        model: from `init_empty_weights`; or with its weights, which are then quantized in place.
         bnb_quantization_config: the options.
         weights_location: a checkpoint, as for `load_checkpoint_in_model`.
         device_map: as for `load_checkpoint_and_dispatch`; None: everything on the accelerator, or the CPU.
         no_split_module_classes: as for `infer_auto_device_map`.
-        max_memory: as for `infer_auto_device_map`; quantised weights count with their quantised size.
+        max_memory: as for `infer_auto_device_map`; quantized weights count with their quantized size.
         offload_folder: for weights that go to disk.
         offload_state_dict: without effect: a second copy is never made.
 
     Returns:
-        ``model``, whose quantised weights are frozen.
+        ``model``, whose quantized weights are frozen.
 
     Raises:
-        PrecisionError: bitsandbytes is not installed, or no layer can be quantised.
+        PrecisionError: bitsandbytes is not installed, or no layer can be quantized.
         CheckpointError, StrategyError: as from `load_checkpoint_and_dispatch`.
 
     Example:
@@ -219,10 +219,10 @@ def load_and_quantize_model(
                 dtype_of(tied.slots[0].name, tied.tensor)
             )
     else:
-        quantised = _QuantizedWeights(weights, layers, unquantized_dtype)
+        quantized = _QuantizedWeights(weights, layers, unquantized_dtype)
         load_weights(
             model,
-            quantised,
+            quantized,
             str(weights_location),
             devices,
             dtype_of,
@@ -251,10 +251,10 @@ def _quantize_layers(
     ]
     if not to_quantize:
         raise PrecisionError(
-            "no layer of this model can be quantised",
+            "no layer of this model can be quantized",
             found=f"{plural(len(linear), 'linear layer')}, of which {len(stays)} are kept by name "
             f"({first_names(skipped)})",
-            fix="name fewer layers in skip_modules; only nn.Linear is quantised, not for example Conv1D of GPT-2",
+            fix="name fewer layers in skip_modules; only nn.Linear is quantized, not for example Conv1D of GPT-2",
         )
     precision = BitsandbytesPrecision(
         config.mode,  # type: ignore[arg-type]
@@ -302,7 +302,7 @@ def _quantized_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
 
 @final
 class _QuantizedWeights(Lazy):
-    """A checkpoint's weights in the format of quantised layers; each access quantises the stored floats."""
+    """A checkpoint's weights in the format of quantized layers; each access quantizes the stored floats."""
 
     def __init__(
         self,
@@ -368,6 +368,6 @@ class _QuantizedWeights(Lazy):
         return {name: self[name].to(device) for name in names}
 
     def agree(self, one: str, other: str) -> bool:
-        """Whether both stored names have equal content; quantised parts have no second stored name."""
+        """Whether both stored names have equal content; quantized parts have no second stored name."""
         stored = one in self._weights and other in self._weights
         return not stored or have_equal_content(self._weights, one, other)

@@ -18,7 +18,7 @@ from trainer_kit.loggers.layout import (
     DirectoryLogger,
     LoggedValues,
     numbers,
-    one_at_a_time,
+    with_lock,
 )
 
 __all__ = ["CSVExperiment", "CSVLogger"]
@@ -95,7 +95,7 @@ class CSVLogger(DirectoryLogger):
         """The rows that are not written yet, in order of steps."""
         return [{**row, "step": step} for step, row in sorted(self._waiting.items())]
 
-    @one_at_a_time
+    @with_lock
     def log_metrics(self, metrics: LoggedValues, step: int | None = None) -> None:
         """Add the values to the row of ``step``.
 
@@ -131,7 +131,7 @@ class CSVLogger(DirectoryLogger):
             return 0
         return self._step + 1
 
-    @one_at_a_time
+    @with_lock
     def log_hyperparams(
         self, params: object, metrics: LoggedValues | None = None
     ) -> None:
@@ -145,7 +145,7 @@ class CSVLogger(DirectoryLogger):
         if metrics:
             self.log_metrics(metrics, 0)
 
-    @one_at_a_time
+    @with_lock
     def save(self) -> None:
         """Write the buffered values."""
         if not self._waiting:
@@ -164,7 +164,7 @@ class CSVLogger(DirectoryLogger):
         self._waiting = {}
         self._ended = None
 
-    @one_at_a_time
+    @with_lock
     def finalize(self, status: str) -> None:
         """Write the buffered values. Later values do not overwrite those of the last row."""
         self.save()

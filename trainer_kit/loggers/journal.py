@@ -16,9 +16,9 @@ from trainer_kit.loggers.layout import (
     DirectoryLogger,
     LoggedValues,
     numbers,
-    one_at_a_time,
     params_dict,
     plain,
+    with_lock,
 )
 
 __all__ = ["JSONLLogger", "journal_record", "read_journal"]
@@ -81,7 +81,7 @@ class JSONLLogger(DirectoryLogger):
         """The file; it may not exist yet."""
         return Path(self.log_dir) / "journal.jsonl"
 
-    @one_at_a_time
+    @with_lock
     def log_metrics(
         self,
         metrics: LoggedValues,
@@ -118,7 +118,7 @@ class JSONLLogger(DirectoryLogger):
             record[key] = value
         self._append(record)
 
-    @one_at_a_time
+    @with_lock
     def log_hyperparams(
         self, params: object, metrics: LoggedValues | None = None
     ) -> None:
@@ -139,14 +139,14 @@ class JSONLLogger(DirectoryLogger):
         if metrics:
             self.log_metrics(metrics, 0)
 
-    @one_at_a_time
+    @with_lock
     def save(self) -> None:
         """Sync the file to disk, so that it survives a crash of the machine."""
         if self.path.exists():
             with open(self.path, "r+b") as file:
                 os.fsync(file.fileno())
 
-    @one_at_a_time
+    @with_lock
     def finalize(self, status: str) -> None:
         """Close the file; a later call opens it again."""
         self.save()

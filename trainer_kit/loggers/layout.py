@@ -44,9 +44,9 @@ __all__ = [
     "flatten",
     "make_version",
     "numbers",
-    "one_at_a_time",
     "params_dict",
     "plain",
+    "with_lock",
 ]
 
 
@@ -232,7 +232,7 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
-def one_at_a_time(
+def with_lock(
     method: Callable[Concatenate[_LoggerType, _Arguments], _Result],
 ) -> Callable[Concatenate[_LoggerType, _Arguments], _Result]:
     """Decorator for a logger's methods that share ``self.lock``: a run calls each logger on a separate thread, and user
@@ -243,7 +243,7 @@ def one_at_a_time(
         ...     def __init__(self):
         ...         self.lock, self.count = Lock(), 0
         ...
-        ...     @one_at_a_time
+        ...     @with_lock
         ...     def add(self):
         ...         self.count += 1
         >>> counts = Counts()

@@ -27,9 +27,9 @@ from trainer_kit.loggers.layout import (
     Json,
     LoggedValues,
     numbers,
-    one_at_a_time,
     params_dict,
     plain,
+    with_lock,
 )
 from trainer_kit.loggers.media import (
     DataFrame,
@@ -217,7 +217,7 @@ class RunLogger(ABC, Generic[_Run]):
         """None: all runs share ``save_dir``. A Trainer makes a directory for its run below ``default_root_dir``."""
 
     @property
-    @one_at_a_time
+    @with_lock
     def experiment(self) -> Any:
         """The tracker's own object of the run; the first access begins the run."""
         # Any: users call all methods of their tracker's run, the loggers only those of `_Run`.
@@ -286,7 +286,7 @@ class RunLogger(ABC, Generic[_Run]):
             else:
                 self._close(status)
 
-    @one_at_a_time
+    @with_lock
     def _close(self, status: str) -> None:
         if RunLogger._idle.get(type(self)) is self:
             del RunLogger._idle[type(self)]

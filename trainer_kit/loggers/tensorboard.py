@@ -24,8 +24,8 @@ from trainer_kit.loggers.layout import (
     LoggedValues,
     flatten,
     numbers,
-    one_at_a_time,
     plain,
+    with_lock,
 )
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class TensorBoardLogger(DirectoryLogger):
         self._shown: tuple[dict[str, _Shown], LoggedValues] | None = None
 
     @property
-    @one_at_a_time
+    @with_lock
     def experiment(self) -> SummaryWriter:
         """The ``SummaryWriter``; the first access makes the directory and the event file."""
         if self._writer is None:
@@ -95,7 +95,7 @@ class TensorBoardLogger(DirectoryLogger):
             self._writer = SummaryWriter(str(directory), **self._kwargs)
         return self._writer
 
-    @one_at_a_time
+    @with_lock
     def log_metrics(
         self,
         metrics: LoggedValues,
@@ -121,7 +121,7 @@ class TensorBoardLogger(DirectoryLogger):
                 for name, value in values.items():
                     self.experiment.add_scalar(name, value, self._step, walltime=at)
 
-    @one_at_a_time
+    @with_lock
     def log_hyperparams(
         self, params: object, metrics: LoggedValues | float | None = None
     ) -> None:
@@ -208,7 +208,7 @@ class TensorBoardLogger(DirectoryLogger):
                 fix="pass log_graph=False",
             ) from error
 
-    @one_at_a_time
+    @with_lock
     def save(self) -> None:
         """Write the buffered values."""
         # Without a writer nothing is buffered, and a save must not make the first file.
@@ -216,7 +216,7 @@ class TensorBoardLogger(DirectoryLogger):
             with self._written():
                 pass
 
-    @one_at_a_time
+    @with_lock
     def finalize(self, status: str) -> None:
         """Close the event file; a later call opens a new one."""
         writer = self._writer

@@ -19,9 +19,9 @@ from trainer_kit.core.location import Location, RemotePath
 from trainer_kit.core.types import JsonObject, Keywords, SavedState, StateDict
 from trainer_kit.loggers.layout import (
     DEFAULT_NAME,
-    one_at_a_time,
     params_dict,
     plain,
+    with_lock,
 )
 from trainer_kit.loggers.media import DataFrame
 from trainer_kit.loggers.uploads import CheckpointUploads
@@ -197,7 +197,7 @@ class WandbLogger:
         """None: all runs share ``save_dir``. A Trainer makes a directory for its run below ``default_root_dir``."""
 
     @property
-    @one_at_a_time
+    @with_lock
     def experiment(self) -> Any:
         """The ``wandb.Run``; the first access begins it."""
         import wandb

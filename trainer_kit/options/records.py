@@ -136,7 +136,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     Attributes:
         dim: accepted without effect: each process has its own batch, and nothing is scattered.
-        broadcast_buffers: copy rank 0's buffers to all ranks at each synchronisation.
+        broadcast_buffers: copy rank 0's buffers to all ranks at each synchronization.
         bucket_cap_mb: the size of a bucket of gradients, in MiB.
         find_unused_parameters: support steps that do not use every parameter.
         check_reduction: accepted without effect, as in torch.
@@ -424,7 +424,7 @@ _FSDP1_OPTIONS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     ),
     "param_init_fn": (
         (),
-        "modules on the meta device are initialised by their reset_parameters; define that",
+        "modules on the meta device are initialized by their reset_parameters; define that",
     ),
     "sync_module_states": (
         ("True",),
@@ -446,7 +446,7 @@ _FSDP1_OPTIONS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
 class FullyShardedDataParallelPlugin:
     """Options of FSDP, for ``Accelerator(fsdp_plugin=...)``; the launcher's values are the defaults.
 
-    FSDP2 does not need some options of FSDP1, which are accepted without effect. If one asks for a behaviour that FSDP2
+    FSDP2 does not need some options of FSDP1, which are accepted without effect. If one asks for a behavior that FSDP2
     does not have, a warning names it and its replacement.
 
     Attributes:
@@ -575,7 +575,7 @@ class GradientAccumulationPlugin(KwargsHandler):
         num_steps: micro-batches per optimizer step.
         adjust_scheduler: let schedulers count the calls inside a window.
         sync_with_dataloader: end a window at the last batch of a loader.
-        sync_each_batch: synchronise gradients after each batch: more traffic, less memory.
+        sync_each_batch: synchronize gradients after each batch: more traffic, less memory.
         fixed_divisor: divide each loss by ``num_steps`` and correct nothing, as Accelerate does: for losses that the
             script multiplies by ``num_steps`` and divides by the tokens of the whole window. False: the gradient is
             the mean over the samples of the window.

@@ -35,13 +35,13 @@ _OUTLIER: Final = 6.0
 class BitsandbytesPrecision(ConvertedPrecision):
     """Frozen linear layers store 4 or 8 bits per weight; trained layers (adapters) are not changed.
 
-    With ``"int8-training"`` the weights of trained layers stay floats, and each product quantises them. Quantised
+    With ``"int8-training"`` the weights of trained layers stay floats, and each product quantizes them. Quantized
     weights are frozen parameters, stored as plain tensors: checkpoints hold them exactly, and a checkpoint of floats is
-    quantised layer by layer while it is loaded.
+    quantized layer by layer while it is loaded.
     Source: Dettmers et al., QLoRA, NeurIPS 2023; https://huggingface.co/docs/bitsandbytes.
 
     Args:
-        mode: ``"nf4"``, ``"fp4"``, either with ``"-dq"`` (the maxima of blocks are quantised too), ``"int8"`` or
+        mode: ``"nf4"``, ``"fp4"``, either with ``"-dq"`` (the maxima of blocks are quantized too), ``"int8"`` or
             ``"int8-training"``.
         dtype: of the products with 4-bit weights; None: the dtype of their inputs.
         ignore_modules: names of modules whose layers stay, as in Lightning; added to ``exceptions``.
@@ -88,10 +88,10 @@ class BitsandbytesPrecision(ConvertedPrecision):
         return f"dtype={self.dtype}"
 
     def exchange(self, module: nn.Module, exempt: list[str]) -> None:
-        """Quantise frozen linear layers in place, one after the other.
+        """Quantize frozen linear layers in place, one after the other.
 
         Raises:
-            PrecisionError: there is nothing to quantise, or a weight is shared.
+            PrecisionError: there is nothing to quantize, or a weight is shared.
         """
         trains = self.mode == "int8-training"
         linear = {
@@ -107,7 +107,7 @@ class BitsandbytesPrecision(ConvertedPrecision):
         if not selected and not _has_exchanged_layers(module):
             raise self._nothing_to_quantize(list(linear))
         refuse_shared(module, selected, f"precision {self.mode!r}")
-        # One layer after the other: the model in floats and the quantised one need not fit beside each other.
+        # One layer after the other: the model in floats and the quantized one need not fit beside each other.
         for name, layer in selected.items():
             module.set_submodule(name, _MODES[self.mode](layer, self.dtype))
 
@@ -121,7 +121,7 @@ class BitsandbytesPrecision(ConvertedPrecision):
         if linear:
             layers += f", such as {linear[0]!r}"
         return PrecisionError(
-            f"precision {self.mode!r} found no layer to quantise: no linear layer is {kind}",
+            f"precision {self.mode!r} found no layer to quantize: no linear layer is {kind}",
             found=layers,
             fix=fix,
         )
@@ -133,7 +133,7 @@ def _has_exchanged_layers(module: nn.Module) -> bool:
 
 
 class _QuantizedLinear(nn.Linear, ABC):
-    """A frozen linear layer whose parameters are its quantised weight.
+    """A frozen linear layer whose parameters are its quantized weight.
 
     Parameters, not buffers: engines then move, broadcast once, shard and gather them like any others.
     """
@@ -161,10 +161,10 @@ class _QuantizedLinear(nn.Linear, ABC):
 
     @abstractmethod
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
-        """Quantise a weight of floats, (out_features, in_features), to parameters by name, ``weight`` first."""
+        """Quantize a weight of floats, (out_features, in_features), to parameters by name, ``weight`` first."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        # `.to(dtype)` casts the bias only: quantised weights and scales keep their dtype.
+        # `.to(dtype)` casts the bias only: quantized weights and scales keep their dtype.
         def apply_without_cast(tensor: Tensor) -> Tensor:
             changed = fn(tensor)
             if tensor is self.bias or changed.dtype == tensor.dtype:
@@ -175,7 +175,7 @@ class _QuantizedLinear(nn.Linear, ABC):
         return self
 
     def take_floats(self, state: StateDict, prefix: str) -> None:
-        """Quantise this layer's weight in a state, where that holds floats."""
+        """Quantize this layer's weight in a state, where that holds floats."""
         weight = state.get(f"{prefix}weight")
         if weight is not None and weight.is_floating_point():
             # A sharded weight comes from a checkpoint that is read in shards; then every rank calls this.
@@ -191,7 +191,7 @@ class _QuantizedLinear(nn.Linear, ABC):
         saved = _saved_mode(state_dict, prefix)
         if saved not in (None, self.mode):
             raise PrecisionError(
-                "the checkpoint was quantised with another mode",
+                "the checkpoint was quantized with another mode",
                 found=f"{prefix}weight: {saved!r}, and this module has {self.mode!r}",
                 fix=f"use precision={saved!r}, or a checkpoint of floats",
             )

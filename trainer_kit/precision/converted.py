@@ -81,7 +81,7 @@ class ConvertedPrecision(Precision):
         """Raise a PrecisionError where this precision cannot run."""
         super().check(device, engine)
         self.base.check(device, engine)
-        # A check of an accelerator initialises it, and a process that made a Trainer may still fork its ranks.
+        # A check of an accelerator initializes it, and a process that made a Trainer may still fork its ranks.
         self._unchecked = None if device.type == "cpu" else torch.device(device.type)
         if self._unchecked is None:
             self.check_vendor(device)
@@ -104,11 +104,11 @@ class ConvertedPrecision(Precision):
             if precision is not None
         ]
         self.base.convert_with(module, with_dtype)
-        # torch's fast path would read the weights of exchanged layers, which may be quantised, past their forward.
+        # torch's fast path would read the weights of exchanged layers, which may be quantized, past their forward.
         call_layers(module, lambda submodule: True)
 
     def separately_gathered_modules(self, module: nn.Module) -> list[nn.Module]:
-        """Exceptions with another dtype, and layers that store quantised weights."""
+        """Exceptions with another dtype, and layers that store quantized weights."""
         exceptions = excepted(module, self.exceptions)
         modules = [
             submodule for _, submodule, precision in exceptions if precision is not None
@@ -161,10 +161,10 @@ class ConvertedPrecision(Precision):
 
 @runtime_checkable
 class QuantizedLayer(Protocol):
-    """A layer whose parameters hold a quantised weight, in its own shape."""
+    """A layer whose parameters hold a quantized weight, in its own shape."""
 
     def take_floats(self, state: StateDict, prefix: str) -> None:
-        """Quantise this layer's weight in a state, where that holds floats."""
+        """Quantize this layer's weight in a state, where that holds floats."""
 
 
 def vendor_module(name: str, problem: str, fix: str) -> VendorModule:

@@ -58,7 +58,7 @@ Exceptions: TypeAlias = (
 
 A pattern (as in `fnmatch`) matches a module's name (``"encoder.layers.0.norm"``) or the name of its class
 (``"LayerNorm"``), and includes the modules inside. A dtype may be a word: ``"64"``, ``"32"``, ``"bf16"`` or ``"16"``.
-Patterns without dtypes exclude modules: casts and autocast leave them in float32, fp8 and quantisation in the dtype of
+Patterns without dtypes exclude modules: casts and autocast leave them in float32, fp8 and quantization in the dtype of
 the rest.
 """
 

@@ -567,7 +567,7 @@ def has_gradients(optimizer: Optimizer | _ScalerView) -> bool:
 
 
 def make_scaler(device_type: str, **options: Any) -> torch.amp.GradScaler:
-    """Make torch's gradient scaler without initialising the device.
+    """Make torch's gradient scaler without initializing the device.
 
     ``GradScaler("cuda")`` counts the devices through the runtime, after which a forked process cannot use them.
 

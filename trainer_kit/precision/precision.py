@@ -90,7 +90,7 @@ class Precision(ABC):
     def separately_gathered_modules(self, module: nn.Module) -> list[nn.Module]:
         """The modules whose parameters an engine must gather as they are stored, each by itself.
 
-        These are exceptions in another dtype, and layers with quantised weights. Default: none.
+        These are exceptions in another dtype, and layers with quantized weights. Default: none.
         """
         return []
 

@@ -27,11 +27,11 @@ __all__ = [
 ]
 
 # Replaces each tensor of a module, which `to`, `half` and `cuda` do through it. Without it casts would also cast the
-# sums of metrics, and quantised weights.
+# sums of metrics, and quantized weights.
 apply_to_tensors: Final[Callable[..., nn.Module]] = nn.Module._apply
 
-# Loads the direct tensors of one layer. A state of floats is quantised before its shapes are compared, which they are
-# inside of it. Without it a checkpoint of floats would be refused by a quantised model.
+# Loads the direct tensors of one layer. A state of floats is quantized before its shapes are compared, which they are
+# inside of it. Without it a checkpoint of floats would be refused by a quantized model.
 load_from_state_dict: Final[Callable[..., None]] = nn.Module._load_from_state_dict
 
 # The hooks ahead of a module's forward, by their key. Without it transformer layers with an exception inside would get

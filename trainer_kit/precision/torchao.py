@@ -1,4 +1,4 @@
-"""torchao: products in float8, and quantisation-aware training."""
+"""torchao: products in float8, and quantization-aware training."""
 
 from __future__ import annotations
 
@@ -166,17 +166,17 @@ def _has_unsupported_size(layer: nn.Linear) -> bool:
 
 @final
 class QATPrecision(ConvertedPrecision):
-    """Linear layers compute as if their weights were quantised, so that training adapts the weights to it.
+    """Linear layers compute as if their weights were quantized, so that training adapts the weights to it.
 
-    Weights keep their names and dtype, so checkpoints are those of the plain model. `export` returns the quantised
+    Weights keep their names and dtype, so checkpoints are those of the plain model. `export` returns the quantized
     model, at the end or at any time before.
     Source: Jacob et al., CVPR 2018; https://github.com/pytorch/ao/tree/main/torchao/quantization/qat.
 
     Args:
-        config: of the later quantisation, as torchao's ``quantize_`` takes it; None: 8-bit inputs and 4-bit weights in
+        config: of the later quantization, as torchao's ``quantize_`` takes it; None: 8-bit inputs and 4-bit weights in
             groups of 32.
         base: the precision of everything else: ``"32-true"``, ``"bf16-mixed"``, ``"bf16-true"``, or an object.
-        exceptions: modules whose layers are not quantised; see `trainer_kit.precision.Exceptions`.
+        exceptions: modules whose layers are not quantized; see `trainer_kit.precision.Exceptions`.
 
     Raises:
         PrecisionError: torchao is not installed.
@@ -206,7 +206,7 @@ class QATPrecision(ConvertedPrecision):
         return re.sub(r" at 0x\w+", "", repr(self.config))
 
     def exchange(self, module: nn.Module, exempt: list[str]) -> None:
-        """Exchange linear layers for torchao's fake-quantised layers; parameters stay the same objects.
+        """Exchange linear layers for torchao's fake-quantized layers; parameters stay the same objects.
 
         Raises:
             PrecisionError: torchao failed to convert this model.
@@ -234,7 +234,7 @@ class QATPrecision(ConvertedPrecision):
             ) from error
 
     def export(self, module: nn.Module) -> nn.Module:
-        """Return a quantised copy; ``module`` can be trained further.
+        """Return a quantized copy; ``module`` can be trained further.
 
         Args:
             module: prepared by this precision, on one device (not sharded).
@@ -261,7 +261,7 @@ class QATPrecision(ConvertedPrecision):
 
 def _default_qat_config() -> VendorModule:
     ao = vendor_module(
-        "torchao.quantization", "quantisation-aware training needs torchao", _INSTALL
+        "torchao.quantization", "quantization-aware training needs torchao", _INSTALL
     )
     int4 = torch.int4  # type: ignore[attr-defined]
     return ao.Int8DynamicActivationIntxWeightConfig(

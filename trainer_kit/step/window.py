@@ -471,7 +471,7 @@ class Window(_Record):
             self.runner.gradients.drop(self.index)
 
     def window_loss(self, name: str | None) -> Tensor | None:
-        """What the window minimises: the sum of its weighted losses, of one name where there are several.
+        """What the window minimizes: the sum of its weighted losses, of one name where there are several.
 
         None where this rank has no part in it.
         """

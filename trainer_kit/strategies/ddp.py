@@ -47,7 +47,7 @@ _Wrapper = TypeVar("_Wrapper", bound=AdaptiveDDP)
 class DDPStrategy(Strategy):
     """torch's DistributedDataParallel (Li et al., VLDB 2020; https://pytorch.org/docs/stable/notes/ddp.html).
 
-    Gradients are synchronised once per optimizer step, with the last micro-batch of an accumulation window. A rank
+    Gradients are synchronized once per optimizer step, with the last micro-batch of an accumulation window. A rank
     without data for a window contributes zeros, so ranks with unequal data finish together.
 
     Args:
@@ -55,7 +55,7 @@ class DDPStrategy(Strategy):
         find_unused_parameters: support steps that do not use every parameter.
         static_graph: the autograd graph never changes, which allows more overlap.
         gradient_as_bucket_view: keep gradients inside the communication buckets: less memory, no copy.
-        broadcast_buffers: copy rank 0's buffers to all ranks at each synchronisation.
+        broadcast_buffers: copy rank 0's buffers to all ranks at each synchronization.
         bucket_cap_mb: the size of a bucket in MiB; torch's default when None.
         ddp_comm_hook: ``"fp16"``, ``"bf16"``, ``"powersgd"``, ``"batched_powersgd"`` (faster, less accurate), or a hook
             for torch's ``register_comm_hook``.
@@ -271,9 +271,9 @@ class DDPStrategy(Strategy):
         return wrapped
 
     def bind(self, method: StepMethod, several: bool) -> StepMethod:
-        """Call the method through the wrapper, whose forward prepares the gradient synchronisation.
+        """Call the method through the wrapper, whose forward prepares the gradient synchronization.
 
-        Several backward passes per micro-batch bypass the wrapper and are synchronised once, after the last of the
+        Several backward passes per micro-batch bypass the wrapper and are synchronized once, after the last of the
         window: the wrapper expects each parameter to be ready once. In manual optimization each backward prepares it.
         """
         # The wrapper is called as a module: its forward is the user's step, see `_Step`.
@@ -301,7 +301,7 @@ class DDPStrategy(Strategy):
         return parameters
 
     def forward_backward(self, micro: MicroSteps) -> None:
-        """Run one micro-batch after the other; the last backward synchronises gradients."""
+        """Run one micro-batch after the other; the last backward synchronizes gradients."""
         last = micro.count - 1
         local = self.local_sgd is not None and self._replicas.begin(micro.started)
         if local:
@@ -315,7 +315,7 @@ class DDPStrategy(Strategy):
             if self._ddp is not None:
                 self._follow_trained_parameters(self._ddp)
             if self._backward == "one" and self._ddp is not None:
-                # DDP learns a static graph in the first window, from synchronised backwards; extra ones change no sum.
+                # DDP learns a static graph in the first window, from synchronized backwards; extra ones change no sum.
                 if self._has_trained and (index == last or self._is_learning_graph):
                     self._run_with_exchange(micro, index)
                 else:
@@ -352,7 +352,7 @@ class DDPStrategy(Strategy):
             self._rebuild_buckets(self._step.module)
 
     def without_exchange(self) -> Callable[[], AbstractContextManager[object]] | None:
-        """The wrapper's ``no_sync``; None if a hook, a static graph or local SGD controls the synchronisation."""
+        """The wrapper's ``no_sync``; None if a hook, a static graph or local SGD controls the synchronization."""
         ddp = self._ddp
         if ddp is None or self._backward != "one" or self._is_learning_graph:
             return None
@@ -387,7 +387,7 @@ class DDPStrategy(Strategy):
             self._ddp().backward()
 
     def arm(self, loss: Tensor) -> None:
-        """In manual optimization: make the next backward, of ``loss``, synchronise gradients."""
+        """In manual optimization: make the next backward, of ``loss``, synchronize gradients."""
         if self._ddp is not None:
             # What the wrapper's forward does, which manual optimization bypasses.
             self._ddp.require_backward_grad_sync = True

@@ -663,7 +663,7 @@ def _separate_units(
 
 @final
 class ExchangingBackward:
-    """A backward that synchronises gradients, and can leave those of some parameters unchanged.
+    """A backward that synchronizes gradients, and can leave those of some parameters unchanged.
 
     Args:
         parameters: all parameters of the module.

@@ -116,7 +116,7 @@ class MeshStrategy(Strategy):
     reports: ProcessGroup
     completes_gradients = True
     own_buffers = True
-    """Steps do not synchronise buffers."""
+    """Steps do not synchronize buffers."""
 
     def __init__(
         self,

@@ -91,7 +91,7 @@ class ModelParallelStrategy(Strategy):
     values_on_rank_zero = True
     completes_gradients = True
     own_buffers = True
-    """Steps do not synchronise buffers."""
+    """Steps do not synchronize buffers."""
     why_not_recomputed = "configure_model has divided the blocks by then: recompute them there, with checkpoint_wrapper"
     refused_precisions: ClassVar = {}
     mesh: DeviceMesh

@@ -150,7 +150,7 @@ class InitialWeights:
         ]
         if without_reset:
             raise StrategyError(
-                "layers on the meta device cannot initialise their weights",
+                "layers on the meta device cannot initialize their weights",
                 found=f"{', '.join(without_reset[:3])} without reset_parameters",
                 fix="define reset_parameters(self), or create these layers in __init__",
             )

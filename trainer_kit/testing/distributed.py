@@ -85,7 +85,7 @@ def run_distributed(
         world_size: number of ranks.
         args: picklable arguments of ``fn``.
         timeout: seconds after which the run fails, counted from when all ranks call ``fn``. To start they have 60 more.
-        process_group: initialise the gloo process group before ``fn`` is called.
+        process_group: initialize the gloo process group before ``fn`` is called.
         kwargs: picklable arguments of ``fn``.
 
     Returns:

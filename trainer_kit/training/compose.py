@@ -432,7 +432,7 @@ def _bind_step(trainer: Session, module: TrainModule, has_names: bool) -> _Step:
     if compiler is not None:
         step = compiler(step)
         # `log` cannot be traced into a graph; `EntryPoint` removes this override.
-        for submodule in module.own_modules():
+        for submodule in module.nested_train_modules():
             untraced = torch.compiler.disable(submodule.log)  # type: ignore[no-untyped-call]  # torch's
             submodule.__dict__["log"] = untraced
     return trainer.strategy.bind(step, has_names)

@@ -313,7 +313,7 @@ class EntryPoint:
             trainer.callback_list.restore(self._callbacks_before)
         self.module.untoggle_optimizer(None)
         # `compose_fit` has overridden it there, under compile.
-        for module in self.module.own_modules():
+        for module in self.module.nested_train_modules():
             module.__dict__.pop("log", None)
         # Rank 0 alone asks SLURM: every rank would put the job into the queue once more.
         if not trainer.is_global_zero or trainer.settings.fast:

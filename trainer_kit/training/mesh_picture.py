@@ -64,7 +64,7 @@ def mesh_picture(
 ) -> Svg:
     """Draw each rank at its place: the innermost axis from left to right, the next one downwards, others as frames.
 
-    Ranks of one colour have the same samples. Of an axis with more than eight places the first eight are drawn.
+    Ranks of one color have the same samples. Of an axis with more than eight places the first eight are drawn.
 
     Args:
         title: the line above the picture.
@@ -110,7 +110,7 @@ def _describe_axes(axes: _Axes, ranks: int) -> list[str]:
     if any(size > _MAX_DRAWN for _, size in axes):
         lines.append(f"the first {_MAX_DRAWN} places of an axis are drawn")
     if ranks > 1:
-        lines.append("equal colours: the same samples")
+        lines.append("equal colors: the same samples")
     return lines
 
 

@@ -173,7 +173,7 @@ class LearningRates:
 
 
 def _smooth(losses: Sequence[float]) -> list[float]:
-    """A weighted mean of the neighbours of each point, symmetric so that slopes keep their position."""
+    """A weighted mean of the neighbors of each point, symmetric so that slopes keep their position."""
     if not losses:
         return []
     reach = max(1, len(losses) // 10)

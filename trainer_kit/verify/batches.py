@@ -116,7 +116,7 @@ class BatchChecks:
         return range(self._steps)
 
     def _shares_of_norms(self, shares: Shares) -> Shares | None:
-        """The parts of a batch that batch norms normalise by themselves; None without batch norms."""
+        """The parts of a batch that batch norms normalize by themselves; None without batch norms."""
         if not self._run[0].norms:
             return None
         return shares

@@ -56,7 +56,7 @@ class Division:
         reseeds: the seed of random layers.
         own_buffers: whether no rank sends its buffers.
         world: number of all ranks.
-        synced: the names of batch norms that normalise the samples of all ranks together.
+        synced: the names of batch norms that normalize the samples of all ranks together.
         ranks: the rank of each data rank; empty: the data ranks are the ranks.
         grouped: whether ``setup`` and loaders are called inside a process group, which sends nothing.
         joined: whether ranks wait for each other in ``all_gather``.

@@ -44,7 +44,7 @@ def canonical(name: str) -> str:
 
 
 def batch_norms(module: nn.Module) -> list[str]:
-    """The names of the batch norms that normalise with the statistics of a rank's batch.
+    """The names of the batch norms that normalize with the statistics of a rank's batch.
 
     Example:
         >>> batch_norms(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2).eval()))
@@ -58,7 +58,7 @@ def batch_norms(module: nn.Module) -> list[str]:
 
 
 def synced_norms(module: nn.Module) -> list[str]:
-    """The names of the batch norms that normalise with the statistics of all ranks.
+    """The names of the batch norms that normalize with the statistics of all ranks.
 
     Example:
         >>> synced_norms(nn.Sequential(nn.BatchNorm1d(2), nn.SyncBatchNorm(2), nn.SyncBatchNorm(2).eval()))
@@ -72,7 +72,7 @@ def synced_norms(module: nn.Module) -> list[str]:
 
 
 def _norms(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
-    """Batch norms that normalise with the statistics of their batch."""
+    """Batch norms that normalize with the statistics of their batch."""
     norms = []
     for name, layer in module.named_modules():
         if not isinstance(layer, _BatchNorm):
@@ -105,7 +105,7 @@ def _forward_with(
 
 
 def joined(values: Sequence[Tensor], forward: _Forward) -> list[Tensor]:
-    """The outputs of a batch norm for several inputs, which it normalises together; their lengths may differ.
+    """The outputs of a batch norm for several inputs, which it normalizes together; their lengths may differ.
 
     Example:
         >>> norm = nn.BatchNorm1d(1, affine=False)
@@ -113,7 +113,7 @@ def joined(values: Sequence[Tensor], forward: _Forward) -> list[Tensor]:
         >>> [output.shape for output in outputs]
         [torch.Size([2, 1, 3]), torch.Size([1, 1, 5])]
     """
-    # A batch norm normalises each channel over all other dimensions. As rows of channels,
+    # A batch norm normalizes each channel over all other dimensions. As rows of channels,
     # inputs of different lengths fit into one tensor.
     channels_last = [value.movedim(1, -1) for value in values]
     rows = [value.flatten(0, -2) for value in channels_last]
@@ -122,9 +122,9 @@ def joined(values: Sequence[Tensor], forward: _Forward) -> list[Tensor]:
     spatial = [1] * (values[0].ndim - 2)
     shape = (*joined_rows.shape, *spatial)
     inputs = joined_rows.reshape(shape)
-    normalised = forward(inputs)
+    normalized = forward(inputs)
     lengths = list(map(len, rows))
-    output_rows = normalised.flatten(1)
+    output_rows = normalized.flatten(1)
     sections = torch.split(output_rows, lengths)
     outputs = []
     for section, value in zip(sections, channels_last, strict=True):
@@ -157,7 +157,7 @@ def rows_of_shares(
 
 @final
 class DividedNorms:
-    """Batch norms that normalise each rank's rows of the batch by themselves.
+    """Batch norms that normalize each rank's rows of the batch by themselves.
 
     Args:
         module: its batch norms are changed: this process trains it for one comparison only.

@@ -137,8 +137,8 @@ class Record:
         compiled: whether torch compiled code while it trained.
         buffers: the names of buffers.
         retargeted: samplers that were made for other ranks, in words.
-        norms: the names of batch norms that normalise with the statistics of a rank's batch.
-        synced: the names of those that normalise with the statistics of all ranks.
+        norms: the names of batch norms that normalize with the statistics of a rank's batch.
+        synced: the names of those that normalize with the statistics of all ranks.
         waiting: the schedulers that wait for a validation, in words.
         whole: the names of batch norms that could not be divided by the ``shares`` of a `Recorder`.
     """
@@ -202,7 +202,7 @@ class Record:
     def divide_norms(
         self, module: TrainModule, rows: Callable[[], list[Tensor] | None]
     ) -> None:
-        """Let batch norms normalise the rows of each rank by themselves; `whole` gets the names of the others."""
+        """Let batch norms normalize the rows of each rank by themselves; `whole` gets the names of the others."""
         self.whole = DividedNorms(module, rows).whole
 
     def retarget(
@@ -332,7 +332,7 @@ class Recorder(Callback):
         watched: the steps whose module outputs are recorded.
         traced: the name of a module whose operations are recorded at those steps; empty: none.
         saves: the step after which a checkpoint is saved, and its path; None: no checkpoint.
-        shares: batch norms normalise these parts of each batch by themselves, as ranks do; None: the whole batch.
+        shares: batch norms normalize these parts of each batch by themselves, as ranks do; None: the whole batch.
         threads: whether ranks are threads; then no thread of its own writes the checkpoint, which has no rank.
         loaders: the loaders that the user has passed.
         describe: returns the plain attributes of the module.

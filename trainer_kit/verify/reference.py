@@ -140,10 +140,10 @@ class _Plain:
                 list(watch(rank.module, rank.running, traced))
 
     def join(self) -> None:
-        """Let batch norms normalise the samples of all ranks together."""
+        """Let batch norms normalize the samples of all ranks together."""
         if not self.automatic:
             raise ConfigurationError(
-                "verify cannot compare manual optimization with batch norms that normalise the samples of all ranks",
+                "verify cannot compare manual optimization with batch norms that normalize the samples of all ranks",
                 found=f"SyncBatchNorm: {self.division.synced[0]}",
                 fix="verify with devices=1, or without sync_batchnorm",
             )
@@ -374,19 +374,19 @@ class _Plain:
         return batch_ends, logged
 
     def meet(self, value: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
-        """The output of a batch norm for one rank: waits for the inputs of all ranks, which are normalised together."""
+        """The output of a batch norm for one rank: waits for the inputs of all ranks, which are normalized together."""
         # Outside a step, such as in a hook, no other rank is there to wait for.
         if self.turns is None:
             return forward(value)
         turn = len(self.inputs)
         self.inputs.append(value)
 
-        def normalise() -> None:
+        def normalize() -> None:
             with self.equal_buffers():
                 self.outputs = list(joined(self.inputs, forward))
                 self.inputs = []
 
-        self.wait(turn, normalise)
+        self.wait(turn, normalize)
         output: Tensor = self.outputs[turn]
         return output
 

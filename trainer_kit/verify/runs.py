@@ -226,7 +226,7 @@ class Runs:
             validates: whether a validation runs after each step.
             alone: the global batch size with which one process runs it instead; 0: the Trainer's.
             precision: instead of the Trainer's.
-            shares: batch norms normalise these parts of each batch by themselves, as ranks do; None: the whole batch.
+            shares: batch norms normalize these parts of each batch by themselves, as ranks do; None: the whole batch.
             one_batch: whether the callbacks that set gradient accumulation are left out.
         """
         directory = self._new_directory()

@@ -237,7 +237,7 @@ class _Verifier:
             )
         norms = run[0].norms
         if norms and division.data_ranks > 1:
-            text = f"{named(norms)}: each rank normalises its own samples; sync_batchnorm=True those of all ranks"
+            text = f"{named(norms)}: each rank normalizes its own samples; sync_batchnorm=True those of all ranks"
             if run[0].own_buffers:
                 text += "; each rank has its own running statistics, and checkpoints hold those of rank 0"
             self._checks.remark("batch norms", text)

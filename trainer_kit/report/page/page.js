@@ -135,7 +135,7 @@
   let zooming = false;
   const drawn = new Set();
 
-  const colour = (chart, curve) => `--s${(many ? curve.at : chart.curves.indexOf(curve)) % 8}`;
+  const color = (chart, curve) => `--s${(many ? curve.at : chart.curves.indexOf(curve)) % 8}`;
   const label = (curve) => (many ? curve.run.name : curve.series.name);
 
   const drawMarks = (plot) => {
@@ -202,7 +202,7 @@
     chart.places = new Map(); // not in the series: uPlot copies what stands there
     for (const curve of visible) {
       const smooth = settings.smooth && curve.series.count > 2, few = curve.series.count < 60;
-      const line = { stroke: () => css(colour(chart, curve)), show: !chart.hidden?.has(label(curve)) };
+      const line = { stroke: () => css(color(chart, curve)), show: !chart.hidden?.has(label(curve)) };
       const points = { show: few, size: curve.series.count < 15 ? 5 : 3.5, fill: line.stroke };
       if (smooth) series.push({ ...line, width: 1, alpha: 0.3, points: { show: false } });
       chart.places.set(curve, series.length);
@@ -263,7 +263,7 @@
     chart.hidden = new Set();
     const legend = el("div", { className: "legend" });
     for (const curve of chart.curves) {
-      const value = el("b", {}, number(curve.series.last)), swatch = el("span", { className: "swatch", style: `color: var(${colour(chart, curve)})` });
+      const value = el("b", {}, number(curve.series.last)), swatch = el("span", { className: "swatch", style: `color: var(${color(chart, curve)})` });
       chart.values.set(curve, value);
       const facts = `lowest ${number(curve.series.low)} at step ${number(curve.series.lowStep)}, highest ${number(curve.series.high)} at step ${number(curve.series.highStep)}, ${number(curve.series.count)} values`;
       const bad = curve.series.bad ? el("span", { className: "bad" }, `${number(curve.series.bad)} not finite, first at step ${number(curve.series.firstBad)}`) : null;

@@ -168,7 +168,7 @@ class XLAStrategy(Strategy):
         self._parameters = []
 
     def init_context(self) -> AbstractContextManager[object]:
-        """On the host: on the device, XLA would compile the random initialisation for a single run."""
+        """On the host: on the device, XLA would compile the random initialization for a single run."""
         return nullcontext()
 
     def place_module(self, module: nn.Module, precision: Precision) -> None:
