@@ -23,6 +23,10 @@ PAGES = (
 )
 HEADING = re.compile(r"^## (\d+) · (.+) \{ #(\d{4}) \}$", re.M)
 HEAD = """\
+---
+search: {exclude: true}
+---
+
 # Decisions
 
 <!-- Written by docs/generate_decisions.py; `make docs` writes it again. -->
@@ -55,7 +59,7 @@ def render() -> str:
     lines = [HEAD]
     for name in PAGES:
         text = (DECISIONS / f"{name}.md").read_text(encoding="utf-8")
-        subject = text.splitlines()[0].removeprefix("# ")
+        subject = next(line for line in text.splitlines() if line.startswith("# "))[2:]
         lines.append(f"\n## [{subject}]({name}.md)\n\n")
         for number, title, anchor in HEADING.findall(text):
             lines.append(f"- [{number} · {title}]({name}.md#{anchor})\n")

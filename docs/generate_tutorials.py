@@ -13,16 +13,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "tutorials"
 TUTORIALS: dict[str, tuple[str, list[str]]] = {
-    "digits": ("Handwritten digits", ["examples/digits.py"]),
-    "text_classifier": ("A text classifier", ["examples/tutorials/text_classifier.py"]),
-    "time_series": ("Forecasting time series", ["examples/tutorials/time_series.py"]),
-    "gan": ("A GAN", ["examples/gan_named.py", "examples/gan_manual.py"]),
-    "diffusion": ("Diffusion", ["examples/tutorials/diffusion.py"]),
-    "reinforce": ("A reinforcement loop", ["examples/tutorials/reinforce.py"]),
-    "qlora": ("Fine-tuning with QLoRA", ["examples/qlora.py"]),
-    "lm": ("A language model on several strategies", ["examples/lm.py"]),
+    "digits": ("Image classification: handwritten digits", ["examples/digits.py"]),
+    "text_classifier": (
+        "Text classification",
+        ["examples/tutorials/text_classifier.py"],
+    ),
+    "time_series": ("Time series forecasting", ["examples/tutorials/time_series.py"]),
+    "gan": ("GAN: two optimizers", ["examples/gan_named.py", "examples/gan_manual.py"]),
+    "diffusion": ("Diffusion model", ["examples/tutorials/diffusion.py"]),
+    "reinforce": (
+        "Reinforcement learning: REINFORCE",
+        ["examples/tutorials/reinforce.py"],
+    ),
+    "qlora": ("Fine-tuning with LoRA and QLoRA", ["examples/qlora.py"]),
+    "lm": ("Train a language model with several strategies", ["examples/lm.py"]),
     "notebook_to_cluster": (
-        "From a notebook to a cluster",
+        "From a Jupyter notebook to a cluster",
         ["examples/tutorials/notebook_to_cluster.py"],
     ),
 }
