@@ -14,7 +14,15 @@ from trainer_kit.core.registry import READERS as _READERS
 
 # For editors and type checkers, which cannot follow `__getattr__` below.
 if TYPE_CHECKING:
-    from trainer_kit import callbacks, checkpoint, loggers, precision, strategies, tuner
+    from trainer_kit import (
+        callbacks,
+        checkpoint,
+        data,
+        loggers,
+        precision,
+        strategies,
+        tuner,
+    )
     from trainer_kit.accelerator import (
         Accelerator,
         PartialState,
@@ -197,6 +205,7 @@ __all__ = [
     "compute_module_sizes",
     "cpu_offload",
     "cpu_offload_with_hook",
+    "data",
     "debug_launcher",
     "disk_offload",
     "dispatch_model",
@@ -338,7 +347,15 @@ _find_names(
 # `lightning.pytorch` is a module of `lightning`.
 _alias_package(f"{__name__}.pytorch", __name__)
 _other = _other_names(__name__)
-_ROOMS = ("callbacks", "checkpoint", "loggers", "precision", "strategies", "tuner")
+_ROOMS = (
+    "callbacks",
+    "checkpoint",
+    "data",
+    "loggers",
+    "precision",
+    "strategies",
+    "tuner",
+)
 
 
 def __getattr__(name: str) -> Any:

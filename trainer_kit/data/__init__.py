@@ -1,9 +1,15 @@
-"""Data for the steps: order and division of samples among ranks, and their transfer to the device."""
+"""Data for the steps: order and division of samples among ranks, and their transfer to the device.
+
+For users: `shuffle` and `mix` make streams of streams whose position is saved exactly.
+"""
 
 from trainer_kit.data.combined import MODES, CombinedLoader, is_tree, read_together
 from trainer_kit.data.feed import Ahead, Feed
+from trainer_kit.data.mixture import Mixture, mix
 from trainer_kit.data.order import EMPTY, MISSING
+from trainer_kit.data.shuffled import shuffle
 from trainer_kit.data.sizes import EpochLength, epoch_length, limit_batches
+from trainer_kit.data.streams import Stream
 
 __all__ = [
     "EMPTY",
@@ -13,8 +19,12 @@ __all__ = [
     "CombinedLoader",
     "EpochLength",
     "Feed",
+    "Mixture",
+    "Stream",
     "epoch_length",
     "is_tree",
     "limit_batches",
+    "mix",
     "read_together",
+    "shuffle",
 ]

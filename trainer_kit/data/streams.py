@@ -1,0 +1,450 @@
+"""`Stream`: data that are read in order, from a position that is saved as a few numbers, and the sources of a stream.
+
+A stream yields *draws*: functions that return a sample. Streams of streams pass draws on, so that a sample of a
+map-style dataset is loaded only where it is yielded: not in another worker, and not while a resume counts up to its
+position.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+from typing import Protocol, TypeAlias, TypeGuard, cast, final
+
+import numpy as np
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from trainer_kit.core.display import plural
+from trainer_kit.core.errors import (
+    CheckpointError,
+    DataError,
+)
+from trainer_kit.core.types import (
+    Batch,
+    SavedState,
+    StateDict,
+)
+from trainer_kit.data.source import (
+    SourceState,
+    kind_of,
+    set_epoch,
+)
+from trainer_kit.data.sources import has_state
+
+__all__ = [
+    "Cursor",
+    "CursorState",
+    "Draw",
+    "IndexedStream",
+    "ReplayedCursor",
+    "Sample",
+    "Stream",
+    "as_stream",
+]
+
+Sample: TypeAlias = Batch
+Draw: TypeAlias = Callable[[], Sample]
+"""Returns a sample of a stream."""
+CursorState: TypeAlias = SourceState
+"""Plain data, and NumPy arrays; each class of cursors has its own structure."""
+
+
+class _Indexed(Protocol):
+    """A map-style dataset."""
+
+    def __getitem__(self, index: int) -> Sample: ...
+
+    def __len__(self) -> int: ...
+
+
+class _Stateful(Protocol):
+    """An iterable that saves its position."""
+
+    def state_dict(self) -> SavedState: ...
+
+    def load_state_dict(self, state: SavedState) -> None: ...
+
+
+class Cursor(ABC):
+    """One pass over a stream. It is its own iterator, over draws."""
+
+    def __iter__(self) -> Iterator[Draw]:
+        return self
+
+    @abstractmethod
+    def __next__(self) -> Draw: ...
+
+    @abstractmethod
+    def state(self) -> CursorState:
+        """Return the position after the last draw, from which `Stream.open` continues."""
+
+
+class Stream(IterableDataset[Sample], ABC):
+    """A dataset that is read in order, and that can continue from a saved position.
+
+    The order is a function of the stream's arguments and the epoch. In a ``DataLoader`` with n workers, each worker
+    passes over all draws and yields every n-th sample; a source that would divide itself among workers is read as
+    without workers. With ``batch_size=None`` the order is then that of one process; otherwise a worker fills a batch
+    with its samples. Ranks are not divided here: each rank reads the same stream, and a Trainer or an Accelerator
+    keeps each n-th batch.
+
+    A state is valid for the same number of workers.
+    """
+
+    def __init__(self) -> None:
+        self._epoch = 0
+        self._saved: SavedState | None = None
+        self._pass: _WorkerPass | None = None
+
+    @abstractmethod
+    def open(
+        self,
+        epoch: int,
+        state: CursorState = None,
+    ) -> Cursor:
+        """Begin a pass.
+
+        Args:
+            epoch: the number of the pass.
+            state: the result of `Cursor.state`, to continue; None: from the start.
+        """
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next pass; a Trainer does so."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Sample]:
+        saved = self._saved
+        self._saved = None
+        if saved is None:
+            saved = _start_state(self._epoch)
+        self._pass = _WorkerPass(self, saved)
+        return self._pass
+
+    def state_dict(self) -> StateDict:
+        """Return the position after the last sample that this process has yielded."""
+        if self._saved is not None:
+            return dict(self._saved)
+        if self._pass is None:
+            return _start_state(self._epoch)
+        return self._pass.state_dict()
+
+    def load_state_dict(self, state: SavedState) -> None:
+        """Begin the next pass at a position of `state_dict`."""
+        self._saved = state
+
+
+def _start_state(epoch: int) -> StateDict:
+    return {"epoch": epoch, "draws": 0, "cursor": None}
+
+
+@final
+class _WorkerPass:
+    """The samples of one worker in one pass."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        saved: SavedState,
+    ) -> None:
+        self._epoch: int = saved["epoch"]
+        # Of all workers, so that every worker knows whose turn it is.
+        self._draws: int = saved["draws"]
+        self._cursor = stream.open(self._epoch, saved["cursor"])
+        self._worker = 0
+        self._workers = 1
+        worker_info = get_worker_info()
+        if worker_info is not None:
+            self._worker = worker_info.id
+            self._workers = worker_info.num_workers
+
+    def __iter__(self) -> Iterator[Sample]:
+        return self
+
+    def __next__(self) -> Sample:
+        for draw in self._cursor:
+            worker = self._draws % self._workers
+            self._draws += 1
+            if worker == self._worker:
+                return draw()
+        raise StopIteration
+
+    def state_dict(self) -> StateDict:
+        return {
+            "epoch": self._epoch,
+            "draws": self._draws,
+            "cursor": self._cursor.state(),
+        }
+
+
+def as_stream(source: object) -> Stream:
+    """Return a stream over what a user passes.
+
+    Args:
+        source: a stream of this library; a map-style dataset or a list of samples; or an iterable, whose own position
+            is saved if it has ``state_dict`` and ``load_state_dict``, and which is read again from its start otherwise.
+
+    Raises:
+        DataError: something that cannot be read more than once, or holds no samples.
+
+    Example:
+        >>> list(as_stream(["a", "b"]))
+        ['a', 'b']
+    """
+    if isinstance(source, Stream):
+        return source
+    holds_samples = not isinstance(source, (str, bytes, Mapping))
+    if holds_samples and _is_indexed(source):
+        return IndexedStream(source)
+    if isinstance(source, Iterator):
+        raise DataError(
+            "a stream must be read again, by a resume and in the next epoch",
+            found=f"an iterator ({kind_of(source)}), which can be read only once",
+            fix="pass an object whose __iter__ begins a new pass, such as an IterableDataset",
+        )
+    if holds_samples and isinstance(source, Iterable):
+        return _IterableStream(source)
+    raise DataError(
+        "a stream reads a dataset, a list of samples or an iterable",
+        found=kind_of(source),
+        fix="pass one of these; several of them go to trainer_kit.data.mix",
+    )
+
+
+def _is_indexed(source: object) -> TypeGuard[_Indexed]:
+    if isinstance(source, IterableDataset):
+        return False
+    methods = ("__getitem__", "__len__")
+    return all(callable(getattr(source, name, None)) for name in methods)
+
+
+@final
+class IndexedStream(Stream):
+    """The samples of a map-style dataset or a list, in their order."""
+
+    def __init__(self, source: _Indexed) -> None:
+        super().__init__()
+        self.source = source
+
+    def open(
+        self,
+        epoch: int,
+        state: CursorState = None,
+    ) -> Cursor:
+        self.set_source_epoch(epoch)
+        return _IndexedCursor(self, state or 0)
+
+    def set_source_epoch(self, epoch: int) -> None:
+        """Call ``set_epoch`` of the dataset, if it has it."""
+        set_epoch(epoch, self.source)
+
+    def draw(self, index: int) -> Draw:
+        """Return the draw of one sample."""
+        return partial(self.source.__getitem__, index)
+
+
+@final
+class _IndexedCursor(Cursor):
+    def __init__(
+        self,
+        stream: IndexedStream,
+        index: int,
+    ) -> None:
+        self._stream = stream
+        self._index = index
+        self._count = len(stream.source)
+
+    def __next__(self) -> Draw:
+        if self._index >= self._count:
+            raise StopIteration
+        draw = self._stream.draw(self._index)
+        self._index += 1
+        return draw
+
+    def state(self) -> CursorState:
+        return self._index
+
+
+@final
+class _IterableStream(Stream):
+    """The samples of an iterable of a user."""
+
+    def __init__(self, source: Iterable[Sample]) -> None:
+        super().__init__()
+        self.source = source
+
+    def open(
+        self,
+        epoch: int,
+        state: CursorState = None,
+    ) -> Cursor:
+        set_epoch(epoch, self.source)
+        return _IterableCursor(self.source, state)
+
+
+@final
+class _IterableCursor(Cursor):
+    def __init__(
+        self,
+        source: Iterable[Sample],
+        state: CursorState,
+    ) -> None:
+        self._stateful: _Stateful | None = None
+        if has_state(source):
+            self._stateful = cast("_Stateful", source)
+        self._read = 0
+        if state is not None:
+            self._read = state["read"]
+        with _without_workers():
+            if state is not None and self._stateful is not None:
+                self._stateful.load_state_dict(state["source"])
+            self._iterator = iter(source)
+            if self._stateful is None:
+                _read_up_to(
+                    self._iterator,
+                    self._read,
+                    source,
+                )
+
+    def __next__(self) -> Draw:
+        with _without_workers():
+            sample = next(self._iterator)
+        self._read += 1
+        return lambda: sample
+
+    def state(self) -> CursorState:
+        source_state = None
+        if self._stateful is not None:
+            # The source goes on to change its own.
+            source_state = copy.deepcopy(self._stateful.state_dict())
+        return {"read": self._read, "source": source_state}
+
+
+def _read_up_to(
+    iterator: Iterator[Sample],
+    count: int,
+    source: object,
+) -> None:
+    read = sum(1 for _ in islice(iterator, count))
+    if read < count:
+        raise _shorter(
+            source,
+            read,
+            count,
+        )
+
+
+def _shorter(
+    source: object,
+    read: int,
+    count: int,
+) -> CheckpointError:
+    return CheckpointError(
+        "loaders",
+        None,
+        f"a {kind_of(source)} ended after {plural(read, 'sample')}; the checkpoint has read {count} of them",
+        fix="resume with the data of the checkpoint",
+    )
+
+
+@contextmanager
+def _without_workers() -> Iterator[None]:
+    """Inside, ``get_worker_info()`` is None: a source that divides itself among workers yields all of its samples.
+
+    The outermost stream divides them. Sources that know of workers and those that do not are read alike, and neither
+    loses nor repeats a sample.
+    """
+    worker_info = get_worker_info()
+    if worker_info is None:
+        yield
+        return
+    # torch has no function that sets it.
+    vars(torch_worker)["_worker_info"] = None
+    try:
+        yield
+    finally:
+        vars(torch_worker)["_worker_info"] = worker_info
+
+
+@final
+class ReplayedCursor:
+    """Reads a stream whose draws are used in another order, and knows from where they can be read again.
+
+    A state holds the *positions* (numbers of draws) that are still needed, and a state of the stream at or before the
+    first of them: an anchor. A resume opens the stream there and reads the needed draws again.
+
+    Args:
+        stream: what is read.
+        epoch: of the pass.
+        interval: draws between two anchors.
+        state: the result of `state`, to continue.
+
+    Attributes:
+        read: number of draws that were read.
+        draws: after a resume, the needed draws by position.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        epoch: int,
+        interval: int,
+        state: CursorState = None,
+    ) -> None:
+        self.read = 0
+        self.draws: dict[int, Draw] = {}
+        self._interval = interval
+        self._anchors: deque[tuple[int, CursorState]] = deque()
+        if state is None:
+            self._cursor = stream.open(epoch)
+            return
+        self.read = state["anchor"]
+        self._cursor = stream.open(epoch, state["stream"])
+        needed = set(state["needed"].tolist())
+        while self.read < state["read"]:
+            position = self.read
+            draw = self.take()
+            if draw is None:
+                raise _shorter(
+                    stream,
+                    position,
+                    state["read"],
+                )
+            if position in needed:
+                self.draws[position] = draw
+
+    def take(self) -> Draw | None:
+        """Return the next draw; None at the end of the stream."""
+        if self.read % self._interval == 0 or not self._anchors:
+            self._anchors.append((self.read, self._cursor.state()))
+        draw = next(self._cursor, None)
+        if draw is not None:
+            self.read += 1
+        return draw
+
+    def state(self, positions: np.ndarray) -> StateDict:
+        """Return the state from which the draws at these positions, and all later ones, can be read again."""
+        anchor = self.read
+        stream_state = None
+        earliest = self.read
+        if len(positions):
+            earliest = int(positions.min())
+        # An anchor behind the next draw is not there before the first one is taken.
+        if earliest == self.read:
+            stream_state = self._cursor.state()
+        else:
+            while len(self._anchors) > 1 and self._anchors[1][0] <= earliest:
+                self._anchors.popleft()
+            anchor, stream_state = self._anchors[0]
+        return {
+            "read": self.read,
+            "needed": positions,
+            "anchor": anchor,
+            "stream": stream_state,
+        }
