@@ -12,6 +12,7 @@ from trainer_kit.core.types import Function, LRSchedulerLike, SavedState, StateD
 from trainer_kit.precision.precision import Precision
 from trainer_kit.step.closures import calls_once, refusal_of_scaling
 from trainer_kit.step.optimizers import OptimizerProxy
+from trainer_kit.strategies.optimizer_step import drop_gradients_of
 
 __all__ = ["AcceleratedOptimizer", "AcceleratedScheduler"]
 
@@ -129,7 +130,7 @@ class AcceleratedOptimizer(OptimizerProxy):
             self._cleared_at = window.turn
         if clears:
             window.corrected.discard(self.optimizer)
-            self.optimizer.zero_grad(set_to_none)
+            drop_gradients_of(self.optimizer, set_to_none)
 
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"

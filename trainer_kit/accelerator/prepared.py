@@ -46,6 +46,7 @@ from trainer_kit.precision.native import has_gradients
 from trainer_kit.precision.precision import Precision
 from trainer_kit.state.optimizer_states import note_configured
 from trainer_kit.step.optimizers import OptimizerProxy
+from trainer_kit.strategies.optimizer_step import direct_step
 from trainer_kit.strategies.single import Alone
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.blocks import Compile
@@ -294,12 +295,11 @@ class Prepared:
     def _adapt_scale(self) -> None:
         self._precision.adapt_scale([wrapper.optimizer for wrapper in self.optimizers])
 
-    def _bound_step(self, optimizer: Optimizer) -> Function | None:
-        bound = self._strategy.bind_step(optimizer)
-        # None for the optimizer's own step: other code may wrap that one later (a scheduler does).
-        if bound == optimizer.step:
-            return None
-        return bound
+    def _bound_step(self, optimizer: Optimizer) -> Function:
+        step = self._strategy.bind_step(optimizer)
+        if step == optimizer.step:
+            return direct_step(optimizer)
+        return step
 
     def _rebind_optimizers(self) -> None:
         """Update optimizers that were prepared before their model to its new parameters."""

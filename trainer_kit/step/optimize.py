@@ -49,6 +49,7 @@ from trainer_kit.step.optimizers import (
     parameters_of,
 )
 from trainer_kit.step.window import GradientRules, Window
+from trainer_kit.strategies.optimizer_step import direct_step
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["ManualOptimizer", "ManualStepper", "Stepper"]
@@ -231,7 +232,12 @@ class Stepper:
 
     def _bind(self, optimizer: Optimizer, name: str | None) -> Callable[[], object]:
         """What steps one optimizer; ``name`` is that of its loss."""
-        step, module = self.strategy.bind_step(optimizer), self.module
+        module = self.module
+        strategy_step = self.strategy.bind_step(optimizer)
+        is_own_step = strategy_step == optimizer.step
+        step = strategy_step
+        if is_own_step:
+            step = direct_step(optimizer)
         error = refusal(optimizer, self.strategy, self.precision)
         # An optimizer that may do without a closure is only refused when it calls it.
         if requires_closure(optimizer) and error is not None:
@@ -239,7 +245,7 @@ class Stepper:
         closures = self._closures(optimizer, name)
         if self._overrides_step:
             stepped: Optimizer = optimizer
-            if step != optimizer.step:
+            if not is_own_step:
                 # A strategy may do more than the optimizer's step: average weights, reshard, replay a graph.
                 stepped = _SteppedByStrategy(optimizer, step)
             return lambda: module.optimizer_step(
@@ -475,7 +481,10 @@ class ManualOptimizer(OptimizerProxy):
 
     def bind_step(self) -> None:
         """Bind the strategy's step, again after parameter groups have changed."""
-        self._step = self._strategy.bind_step(self.optimizer)
+        step = self._strategy.bind_step(self.optimizer)
+        if step == self.optimizer.step:
+            step = direct_step(self.optimizer)
+        self._step = step
 
     def step(self, closure: Callable[[], object] | None = None, **kwargs: Any) -> Any:
         """Step; returns what the optimizer returns.

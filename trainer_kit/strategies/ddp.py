@@ -25,6 +25,7 @@ from trainer_kit.core.types import Function, StateDict
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.adaptive_ddp import AdaptiveDDP, LoopDDP
 from trainer_kit.strategies.local_sgd import PostLocalSGD, Replicas, fill_absent
+from trainer_kit.strategies.optimizer_step import direct_step
 from trainer_kit.strategies.process_group import (
     ProcessGroup,
     average_gradients,
@@ -288,11 +289,9 @@ class DDPStrategy(Strategy):
         """The optimizer's own step, of parameters whose gradients are averaged."""
         if self.local_sgd is not None:
             return self._replicas.bind_step(optimizer)
-
-        def step(*arguments: Any, **options: Any) -> object:
-            return optimizer.step(*arguments, **options)  # other code may wrap it later
-
-        return refuse_unprepared(optimizer, step, self._prepared_parameters, "DDP")
+        return refuse_unprepared(
+            optimizer, direct_step(optimizer), self._prepared_parameters, "DDP"
+        )
 
     def _prepared_parameters(self) -> list[nn.Parameter]:
         parameters = list(self._step.module.parameters())

@@ -34,6 +34,7 @@ from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.core.types import Function
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.gradients import clip_sharded_gradients
+from trainer_kit.strategies.optimizer_step import direct_step
 from trainer_kit.strategies.process_group import (
     ProcessGroup,
     average_in_backward,
@@ -464,12 +465,13 @@ class FSDPStrategy(Strategy):
     def bind_step(self, optimizer: Optimizer) -> StepMethod:
         """The optimizer's own step, called once per kind of parameter, after all units are sharded again."""
         units = self._units
+        direct = direct_step(optimizer)
 
         def step(*arguments: Any, **options: Any) -> object:
             # The optimizer has the shards; units that stay gathered until backward may still have full weights.
             for unit in units:
                 unit.reshard()
-            return optimizer.step(*arguments, **options)
+            return direct(*arguments, **options)
 
         step_all = step_by_kind(optimizer, step)
         # One rank has nothing to exchange, so no parameter can be left out.

@@ -28,6 +28,7 @@ from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.fsdp import FSDPStrategy, sharded_units
 from trainer_kit.strategies.gradients import clip_sharded_gradients, local_gradients
 from trainer_kit.strategies.mesh_layout import describe_shard, format_axes
+from trainer_kit.strategies.optimizer_step import direct_step
 from trainer_kit.strategies.process_group import (
     ProcessGroup,
     borrowed_buffers,
@@ -346,7 +347,7 @@ class ModelParallelStrategy(Strategy):
         """The optimizer's step; a multi-tensor optimizer is called once for each kind of parameter."""
         if self._shards is not None:
             return self._shards.bind_step(optimizer)
-        return step_by_kind(optimizer, optimizer.step)
+        return step_by_kind(optimizer, direct_step(optimizer))
 
     def bind(self, method: StepMethod, several: bool) -> StepMethod:
         """Bind a step, whose loss and outputs are gathered; tensor ranks draw the same random numbers in it."""

@@ -22,6 +22,11 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
 from torch.utils._pytree import (
     TreeSpec,
     tree_flatten,
@@ -36,6 +41,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "STEPPED_MARK",
+    "STEP_POST_HOOKS",
+    "STEP_PRE_HOOKS",
     "AsyncCollectiveTensor",
     "TreeSpec",
     "add_to_each",
@@ -53,9 +60,13 @@ __all__ = [
     "excluded_from_compilation",
     "find_reset",
     "flatten_mesh",
+    "global_step_post_hooks",
+    "global_step_pre_hooks",
     "has_compiled_call",
     "has_compiled_function",
     "is_fsdp_root",
+    "is_profiling",
+    "is_scheduler_wrapper",
     "is_view",
     "make_fake_store",
     "multiply_each",
@@ -64,8 +75,11 @@ __all__ = [
     "replace_reducer",
     "ring_attention",
     "set_compiled_call",
+    "set_grad_mode",
     "set_group_timeout",
     "set_reduced_parameters",
+    "step_below_grad_mode",
+    "step_below_hooks",
     "sync_buffers",
     "tree_flatten",
     "tree_leaves",
@@ -321,3 +335,45 @@ def drop_accumulated_gradients(unit: FSDPModule) -> None:
 # The attribute of an optimizer by which learning rate schedulers know that it has stepped. Without it a scheduler
 # warns that it is called before the optimizer, where an engine steps in the optimizer's place.
 STEPPED_MARK: Final = "_opt_called"
+
+# The attributes of an optimizer that hold its step hooks. An optimizer without them is stepped by its own method.
+STEP_PRE_HOOKS: Final = "_optimizer_step_pre_hooks"
+STEP_POST_HOOKS: Final = "_optimizer_step_post_hooks"
+
+# The step hooks of all optimizers. torch has no public form in which to read them.
+global_step_pre_hooks: Final = _global_optimizer_pre_hooks
+global_step_post_hooks: Final = _global_optimizer_post_hooks
+
+# Whether any of torch's profilers records in this thread. Both are one C call: the public forms are Python calls.
+is_profiling: Final[Callable[[], bool]] = torch._C._autograd._profiler_enabled
+set_grad_mode: Final[Callable[[bool], object]] = torch._C._set_grad_enabled
+
+
+def step_below_hooks(step: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The function below the wrapper that calls step hooks; None where torch has not wrapped this step.
+
+    torch marks its wrapper. Without the mark every step is that of the optimizer itself, only slower.
+    """
+    if not getattr(step, "hooked", False):
+        return None
+    below: Callable[..., Any] | None = getattr(step, "__wrapped__", None)
+    return below
+
+
+def step_below_grad_mode(step: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The function below the wrapper with which torch's own optimizers turn gradients off; None where it is not there.
+
+    The wrapper is recognized by its code: it has the name and the module of what it wraps.
+    """
+    code = getattr(step, "__code__", None)
+    variables = getattr(step, "__globals__", {})
+    is_wrapper = code is not None and code.co_name == "_use_grad"
+    if not is_wrapper or variables.get("__name__") != Optimizer.__module__:
+        return None
+    below: Callable[..., Any] | None = getattr(step, "__wrapped__", None)
+    return below
+
+
+def is_scheduler_wrapper(step: Callable[..., Any]) -> bool:
+    """Whether a learning rate scheduler has put this function in the place of a step, to note that it was called."""
+    return getattr(step, "_wrapped_by_lr_sched", False)

@@ -1,0 +1,247 @@
+"""The step without torch's wrappers updates as the optimizer's own method, and gives way to whoever listens."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.profiler import ProfilerActivity, profile
+
+import trainer_kit as tk
+from tests.calls import python_calls
+from trainer_kit.strategies.optimizer_step import direct_step, drop_gradients_of
+
+Make = Callable[[Any], Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+    "adam": lambda weights: torch.optim.Adam(weights, amsgrad=True),
+    "adamw": lambda weights: torch.optim.AdamW(weights),
+    "adamw fused": lambda weights: torch.optim.AdamW(weights, fused=True),
+    "adamw foreach": lambda weights: torch.optim.AdamW(weights, foreach=True),
+    "rmsprop": lambda weights: torch.optim.RMSprop(weights, centered=True),
+    "adagrad": lambda weights: torch.optim.Adagrad(weights),
+    "adadelta": lambda weights: torch.optim.Adadelta(weights),
+    "radam": lambda weights: torch.optim.RAdam(weights),
+    "rprop": lambda weights: torch.optim.Rprop(weights),
+    "adafactor": lambda weights: torch.optim.Adafactor(weights),
+    "no_grad": lambda weights: Lion(weights),
+    "subclass": lambda weights: Noted(weights, lr=0.1),
+}
+
+
+class Lion(Optimizer):
+    """A third-party optimizer: it turns gradients off with the public decorator."""
+
+    def __init__(self, weights: Any) -> None:
+        super().__init__(weights, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.add_(weight.grad.sign(), alpha=-group["lr"])
+        return 7
+
+
+class Noted(torch.optim.SGD):
+    """A subclass that steps by its parent's method."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return super().step(closure)
+
+
+def make(kind: str) -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    return net, OPTIMIZERS[kind](net.parameters())
+
+
+def backward(net: nn.Module) -> None:
+    torch.manual_seed(1)
+    net(torch.randn(5, 4)).square().sum().backward()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_steps_are_bit_identical(kind: str) -> None:
+    nets = []
+    for direct in (False, True):
+        net, optimizer = make(kind)
+        step, drop = optimizer.step, optimizer.zero_grad
+        if direct:
+            step = direct_step(optimizer)
+            drop = lambda: drop_gradients_of(optimizer)  # noqa: B023, E731 - called in this turn only
+        for _ in range(4):
+            drop()
+            backward(net)
+            returned = step()
+            assert torch.is_grad_enabled()
+        assert returned == (7 if kind == "no_grad" else None)
+        nets.append((net, optimizer))
+    (plain, plain_optimizer), (fast, fast_optimizer) = nets
+    for expected, weight in zip(plain.parameters(), fast.parameters(), strict=True):
+        assert torch.equal(expected, weight)
+    assert str(plain_optimizer.state_dict()) == str(fast_optimizer.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "no_grad"])
+def test_it_makes_fewer_python_calls(kind: str) -> None:
+    net, optimizer = make(kind)
+    backward(net)
+    step = direct_step(optimizer)
+    step()
+    assert python_calls(step) < python_calls(optimizer.step) - 4
+
+
+def test_a_closure_runs_with_gradients() -> None:
+    net, optimizer = make("sgd")
+    step = direct_step(optimizer)
+    modes = []
+
+    def closure() -> float:
+        modes.append(torch.is_grad_enabled())
+        backward(net)
+        return 3.0
+
+    assert step(closure=closure) == 3.0
+    assert modes == [True]
+
+
+def test_gradients_are_on_again_after_an_error() -> None:
+    net, optimizer = make("sgd")
+    backward(net)
+    optimizer.param_groups[0]["lr"] = "fast"
+    with pytest.raises(TypeError):
+        direct_step(optimizer)()
+    assert torch.is_grad_enabled()
+    with torch.no_grad(), pytest.raises(TypeError):
+        direct_step(optimizer)()
+    assert torch.is_grad_enabled()
+
+
+def test_hooks_that_are_registered_later_are_called() -> None:
+    net, optimizer = make("sgd")
+    backward(net)
+    step = direct_step(optimizer)
+    step()
+    calls: list[str] = []
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *_: calls.append(name)
+
+    handles = [
+        register_optimizer_step_pre_hook(note("all before")),
+        optimizer.register_step_pre_hook(note("before")),
+        optimizer.register_step_post_hook(note("after")),
+        register_optimizer_step_post_hook(note("all after")),
+    ]
+    for handle in handles:
+        step()
+        handle.remove()
+    expected = ["all before", "before", "after", "all after"]
+    assert calls == [*expected, *expected[1:], *expected[2:], *expected[3:]]
+    step()
+    assert len(calls) == 10
+
+
+def test_a_profiler_sees_the_step() -> None:
+    net, optimizer = make("sgd")
+    backward(net)
+    step = direct_step(optimizer)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step()
+        drop_gradients_of(optimizer)
+    names = {event.key for event in profiler.key_averages()}
+    assert {"Optimizer.step#SGD.step", "Optimizer.zero_grad#SGD.zero_grad"} <= names
+
+
+def test_a_scheduler_knows_that_the_optimizer_has_stepped() -> None:
+    net, optimizer = make("sgd")
+    backward(net)
+    step = direct_step(optimizer)
+    scheduler = lr_scheduler.StepLR(optimizer, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_a_step_that_other_code_replaces_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net, optimizer = make("sgd")
+    backward(net)
+    step = direct_step(optimizer)
+    step()
+    optimizer.step = lambda closure=None: "of the object"  # type: ignore[method-assign, assignment]
+    assert step() == "of the object"
+    del optimizer.step
+    assert step() is None
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda self: "of the class")
+    assert step() == "of the class"
+
+
+def test_a_differentiable_step_stays_in_the_graph() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    copy = weight.clone()
+    optimizer = torch.optim.SGD([copy], lr=0.5, differentiable=True)
+    copy.grad = weight * 2
+    direct_step(optimizer)()
+    copy.sum().backward()
+    assert weight.grad is not None
+
+
+def test_zeros_and_replaced_methods_of_zero_grad() -> None:
+    net, optimizer = make("sgd")
+    backward(net)
+    drop_gradients_of(optimizer, set_to_none=False)
+    assert all(weight.grad.abs().sum() == 0 for weight in net.parameters())
+    calls: list[Any] = []
+    optimizer.zero_grad = lambda *arguments: calls.append(arguments)  # type: ignore[method-assign, assignment]
+    drop_gradients_of(optimizer)
+    assert calls == [(True,)]
+
+
+class Regression(tk.TrainModule):
+    """Registers a step hook in the middle of a run, and replaces the step later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+        self.seen: list[str] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        optimizer = self.optimizers()
+        if batch_idx == 2:
+            optimizer.register_step_post_hook(lambda *_: self.seen.append("hook"))
+        if batch_idx == 4:
+            optimizer.step = lambda closure=None: self.seen.append("mine")
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_fit_calls_what_is_registered_while_it_runs() -> None:
+    module = Regression()
+    trainer = tk.Trainer(
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(module, list(torch.randn(6, 2, 4)))
+    assert module.seen == ["hook", "hook", "mine", "mine"]
