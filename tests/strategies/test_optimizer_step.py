@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -245,3 +246,70 @@ def test_a_fit_calls_what_is_registered_while_it_runs() -> None:
     )
     trainer.fit(module, list(torch.randn(6, 2, 4)))
     assert module.seen == ["hook", "hook", "mine", "mine"]
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "adamw fused", "adamw foreach"])
+def test_groups_with_equal_options_are_stepped_as_one(kind: str) -> None:
+    """Bit-identical, with a state dict that knows nothing of it; options that a scheduler tells apart stay apart."""
+    results = []
+    for direct in (False, True):
+        torch.manual_seed(0)
+        weights = [nn.Parameter(torch.randn(3, 2)) for _ in range(40)]
+        groups = [
+            {"params": [weight], "weight_decay": 0.1 * (index % 2)}
+            for index, weight in enumerate(weights)
+        ]
+        optimizer = OPTIMIZERS[kind](groups)
+        scheduler = lr_scheduler.LambdaLR(
+            optimizer,
+            [lambda step, part=part: 1 / (1 + step * part) for part in [1, 2] * 20],
+        )
+        step = direct_step(optimizer) if direct else optimizer.step
+        for turn in range(4):
+            for index, weight in enumerate(weights):
+                # One weight has no gradient in some steps.
+                weight.grad = None
+                if index or turn % 2:
+                    weight.grad = torch.sin(weight.detach() * (turn + 1))
+            step()
+            scheduler.step()
+        results.append((weights, optimizer))
+        assert len(optimizer.param_groups) == 40
+    (plain, plain_optimizer), (joined, joined_optimizer) = results
+    expected, state = plain_optimizer.state_dict(), joined_optimizer.state_dict()
+    assert expected["param_groups"] == state["param_groups"]
+    # The order in which weights got their state is no promise.
+    assert str(sorted(expected["state"].items())) == str(sorted(state["state"].items()))
+    for before, weight in zip(plain, joined, strict=True):
+        assert torch.equal(before, weight)
+
+
+def test_equal_groups_take_one_call_of_the_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As many as there are different options, and one each again where a hook listens."""
+    weights = [nn.Parameter(torch.randn(2)) for _ in range(30)]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [weight], "betas": [0.9, 0.1 + 0.1 * (index % 3)]}
+            for index, weight in enumerate(weights)
+        ]
+    )
+    for weight in weights:
+        weight.grad = torch.ones(2)
+    sizes: list[int] = []
+    # The name in the package is the class's.
+    adam_module = importlib.import_module("torch.optim.adam")
+    update = adam_module.adam
+
+    def note(parameters: list[torch.Tensor], *arguments: Any, **options: Any) -> None:
+        sizes.append(len(parameters))
+        update(parameters, *arguments, **options)
+
+    monkeypatch.setattr(adam_module, "adam", note)
+    step = direct_step(optimizer)
+    step()
+    assert sizes == [10, 10, 10]
+    optimizer.register_step_post_hook(lambda *_: None)
+    step()
+    assert sizes[3:] == [1] * 30

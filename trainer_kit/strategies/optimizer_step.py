@@ -8,7 +8,7 @@ somebody listens, and skipped where nobody does; the update is the same function
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch.optim import Optimizer
@@ -30,6 +30,25 @@ from trainer_kit.strategies.torch_private import (
 
 __all__ = ["direct_step", "drop_gradients_of"]
 
+_Group: TypeAlias = dict[str, Any]
+"""Parameters and their options, as torch has them."""
+_MANY_GROUPS: Final = 8
+"""Groups from which on it is worth looking for equal ones in every step."""
+_TREATS_PARAMETERS_ALONE: Final = frozenset(
+    {
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adamax,
+        torch.optim.RMSprop,
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
+    }
+)
+"""Optimizers that update each parameter by itself, and write nothing into its group. A subclass may do either."""
+
 
 @final
 @dataclass(frozen=True)
@@ -40,18 +59,21 @@ class _Update:
         function: takes the optimizer, and the arguments of ``step``.
         needs_no_grad: whether gradients must be off around it: its own wrapper did that.
         notes_step: whether a scheduler has asked to be told that the optimizer has stepped.
+        may_join_groups: whether parameters of groups with equal options may be updated as those of one group.
     """
 
     function: Function
     needs_no_grad: bool
     notes_step: bool
+    may_join_groups: bool = False
 
 
 def direct_step(optimizer: Optimizer) -> StepMethod:
     """Return a function that steps an optimizer as ``optimizer.step`` does, with fewer calls.
 
-    Step hooks (of this optimizer or of all), torch's profiler, a ``step`` that other code puts on the optimizer or on
-    its class: each is looked for in every step, and then ``optimizer.step`` itself is called.
+    Groups with equal options are stepped as one. Step hooks (of this optimizer or of all), torch's profiler, a ``step``
+    that other code puts on the optimizer or on its class: each is looked for in every step, and where there is one
+    ``optimizer.step`` itself is called.
 
     Args:
         optimizer: any; one whose step torch has not wrapped is always stepped by its own method.
@@ -91,12 +113,16 @@ def direct_step(optimizer: Optimizer) -> StepMethod:
             attributes[STEPPED_MARK] = True
         if not update.needs_no_grad:
             return update.function(optimizer, *arguments, **options)
+        groups = optimizer.param_groups
         mode = torch.is_grad_enabled()
         set_grad_mode(False)
         try:
+            if update.may_join_groups and len(groups) >= _MANY_GROUPS:
+                optimizer.param_groups = _join_equal_groups(groups)
             return update.function(optimizer, *arguments, **options)
         finally:
             set_grad_mode(mode)
+            optimizer.param_groups = groups
 
     return step
 
@@ -123,7 +149,50 @@ def _find_update(optimizer: Optimizer) -> _Update | None:
     if optimizer.defaults.get("differentiable"):
         # The step itself is part of the graph, so gradients stay on.
         return None
-    return _Update(below_grad_mode, needs_no_grad=True, notes_step=notes_step)
+    return _Update(
+        below_grad_mode,
+        needs_no_grad=True,
+        notes_step=notes_step,
+        may_join_groups=type(optimizer) in _TREATS_PARAMETERS_ALONE,
+    )
+
+
+def _join_equal_groups(groups: list[_Group]) -> list[_Group]:
+    """Groups for one step, in which parameters with equal options share one: torch calls its kernels for each group.
+
+    Recipes that give every weight a group of its own make hundreds. Options are compared in each step, because
+    schedulers change them. Parameters that torch's kernels treat differently stay apart: one of another kind in a
+    group would make torch update all of them one by one, and round differently.
+    """
+    joined: dict[tuple[object, ...], _Group] = {}
+    for group in groups:
+        parameters = group["params"]
+        options = [_comparable(name, value) for name, value in group.items()]
+        key = (*options, frozenset(map(_kind_of, parameters)))
+        if key in joined:
+            joined[key]["params"].extend(parameters)
+        else:
+            joined[key] = {**group, "params": list(parameters)}
+    return list(joined.values())
+
+
+def _comparable(name: str, value: object) -> object:
+    """An option in a form that is equal where options are; the parameters are no option."""
+    if name == "params":
+        return None
+    # Two tensors with one value may differ in the next step, and comparing them would wait for the device.
+    if isinstance(value, torch.Tensor):
+        return name, id(value)
+    # Lists cannot be keys: `betas` may be one.
+    if isinstance(value, list):
+        return name, tuple(value)
+    return name, value
+
+
+def _kind_of(parameter: torch.Tensor) -> tuple[object, ...]:
+    gradient = parameter.grad
+    is_sparse = gradient is not None and gradient.is_sparse
+    return type(parameter), parameter.device, is_sparse
 
 
 def drop_gradients_of(optimizer: Optimizer, set_to_none: bool = True) -> None:
