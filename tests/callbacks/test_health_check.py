@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import trainer_kit as tk
-from tests.calls import python_calls
+from tests.calls import python_calls, stop_the_clock_of_steps
 from tests.parity.plain import (
     Batch,
     Classifier,
@@ -174,7 +174,11 @@ def test_what_it_prints(
     assert "nothing unusual" not in printed
 
 
-def test_steps_without_a_check_cost_no_python_call() -> None:
+def test_steps_without_a_check_cost_no_python_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stop_the_clock_of_steps(monkeypatch)
+
     def calls(*callbacks: Any) -> int:
         counted = 0
         for steps, sign in (

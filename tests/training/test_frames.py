@@ -11,12 +11,17 @@ import torch
 from torch import nn
 
 import trainer_kit
-from tests.calls import python_calls
+from tests.calls import python_calls, stop_the_clock_of_steps
 from trainer_kit import Callback, Trainer, TrainModule
 
 OURS = str(Path(trainer_kit.__file__).parent)
 MOST_FRAMES = 4
 MOST_CALLS = 62
+
+
+@pytest.fixture(autouse=True)
+def _no_time_passes(monkeypatch):
+    stop_the_clock_of_steps(monkeypatch)
 
 
 class Net(TrainModule):

@@ -280,20 +280,29 @@ def _check_picklable(fn: Callable[[int], Any], method: str) -> None:
         ) from None
 
 
+_is_frozen = False
+"""Whether a `no_garbage_in_forks` of this process is open."""
+
+
 @contextmanager
 def no_garbage_in_forks() -> Iterator[None]:
     """Collect garbage before the fork: a torch store that the child collects may wait for a thread of the parent.
 
     Inside another one, or where the program itself froze its objects, they stay frozen: the next collection is fast.
     """
-    frozen = gc.get_freeze_count()
+    global _is_frozen
+    # Counting what is frozen takes a tenth of a second in a large program, so it is not done inside another one.
+    stays_frozen = _is_frozen or gc.get_freeze_count() > 0
+    was_frozen = _is_frozen
+    _is_frozen = True
     gc.collect()
     # The child never collects what is frozen.
     gc.freeze()
     try:
         yield
     finally:
-        if not frozen:
+        _is_frozen = was_frozen
+        if not stays_frozen:
             gc.unfreeze()
 
 
