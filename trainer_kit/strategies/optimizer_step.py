@@ -2,18 +2,19 @@
 
 torch wraps ``step`` of every optimizer for its profiler and its hooks, and that of its own optimizers once more to turn
 gradients off. With a small model the wrappers take as long as the update itself. What they do is done here where
-somebody listens, and skipped where nobody does; the update is the same function, so weights are bit-identical.
+there is a listener, and skipped where there is none; the update is the same function, so weights are bit-identical.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, final
+from types import FunctionType
+from typing import Any, Final, final
 
 import torch
 from torch.optim import Optimizer
 
-from trainer_kit.core.types import Function
+from trainer_kit.core.types import Function, SavedState
 from trainer_kit.strategies.signatures import StepMethod
 from trainer_kit.strategies.torch_private import (
     STEP_POST_HOOKS,
@@ -22,16 +23,14 @@ from trainer_kit.strategies.torch_private import (
     global_step_post_hooks,
     global_step_pre_hooks,
     is_profiling,
-    is_scheduler_wrapper,
     set_grad_mode,
     step_below_grad_mode,
     step_below_hooks,
+    step_below_scheduler,
 )
 
 __all__ = ["direct_step", "drop_gradients_of"]
 
-_Group: TypeAlias = dict[str, Any]
-"""Parameters and their options, as torch has them."""
 _MANY_GROUPS: Final = 8
 """Groups from which on it is worth looking for equal ones in every step."""
 _TREATS_PARAMETERS_ALONE: Final = frozenset(
@@ -58,7 +57,7 @@ class _Update:
     Attributes:
         function: takes the optimizer, and the arguments of ``step``.
         needs_no_grad: whether gradients must be off around it: its own wrapper did that.
-        notes_step: whether a scheduler has asked to be told that the optimizer has stepped.
+        notes_step: whether a scheduler notes that the optimizer has stepped.
         may_join_groups: whether parameters of groups with equal options may be updated as those of one group.
     """
 
@@ -94,37 +93,36 @@ def direct_step(optimizer: Optimizer) -> StepMethod:
     class_step = kind.step
     update = _find_update(optimizer)
 
-    def step(*arguments: Any, **options: Any) -> Any:
+    def step(*arguments: Any, **options: Any) -> object:
         nonlocal instance_step, class_step, update
         if attributes.get("step") is not instance_step or kind.step is not class_step:
             instance_step = attributes.get("step")
             class_step = kind.step
             update = _find_update(optimizer)
-        if (
-            update is None
-            or attributes[STEP_PRE_HOOKS]
-            or attributes[STEP_POST_HOOKS]
-            or global_step_pre_hooks
-            or global_step_post_hooks
-            or is_profiling()
-        ):
+        if update is None or _has_listener(attributes):
             return optimizer.step(*arguments, **options)
         if update.notes_step:
             attributes[STEPPED_MARK] = True
         if not update.needs_no_grad:
             return update.function(optimizer, *arguments, **options)
-        groups = optimizer.param_groups
+        updated: Optimizer | _WithJoinedGroups = optimizer
+        if update.may_join_groups and len(optimizer.param_groups) >= _MANY_GROUPS:
+            updated = _WithJoinedGroups(optimizer)
         mode = torch.is_grad_enabled()
         set_grad_mode(False)
         try:
-            if update.may_join_groups and len(groups) >= _MANY_GROUPS:
-                optimizer.param_groups = _join_equal_groups(groups)
-            return update.function(optimizer, *arguments, **options)
+            return update.function(updated, *arguments, **options)
         finally:
             set_grad_mode(mode)
-            optimizer.param_groups = groups
 
     return step
+
+
+def _has_listener(attributes: SavedState) -> bool:
+    """Whether anybody is called around a step; ``attributes`` are those of the optimizer."""
+    hooks = attributes[STEP_PRE_HOOKS] or attributes[STEP_POST_HOOKS]
+    global_hooks = global_step_pre_hooks or global_step_post_hooks
+    return bool(hooks or global_hooks or is_profiling())
 
 
 def _find_update(optimizer: Optimizer) -> _Update | None:
@@ -133,12 +131,17 @@ def _find_update(optimizer: Optimizer) -> _Update | None:
     if STEP_PRE_HOOKS not in attributes or STEP_POST_HOOKS not in attributes:
         # Its class has not called torch's constructor: a proxy of another optimizer.
         return None
-    # Compared as functions: each look at a method makes a new object.
-    stepping: Any = getattr(optimizer.step, "__func__", optimizer.step)
-    notes_step = is_scheduler_wrapper(stepping)
-    if notes_step:
-        stepping = stepping.__wrapped__
-    if stepping is not type(optimizer).step:
+    stepping: object = type(optimizer).step
+    notes_step = False
+    instance_step = attributes.get("step")
+    if instance_step is not None:
+        # What a scheduler puts there calls the step of the class, and that is all that may stand there.
+        if not isinstance(instance_step, FunctionType):
+            return None
+        if step_below_scheduler(instance_step) is not stepping:
+            return None
+        notes_step = True
+    if not isinstance(stepping, FunctionType):
         return None
     below_hooks = step_below_hooks(stepping)
     if below_hooks is None:
@@ -157,23 +160,44 @@ def _find_update(optimizer: Optimizer) -> _Update | None:
     )
 
 
-def _join_equal_groups(groups: list[_Group]) -> list[_Group]:
+@final
+class _WithJoinedGroups:
+    """An optimizer for one step, whose groups with equal options are one; everything else is that of ``optimizer``."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups = _join_equal_groups(optimizer.param_groups)
+        # Here too: it is read for every parameter.
+        self.state = optimizer.state
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.optimizer, name)
+
+
+def _join_equal_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Groups for one step, in which parameters with equal options share one: torch calls its kernels for each group.
 
     Recipes that give every weight a group of its own make hundreds. Options are compared in each step, because
     schedulers change them. Parameters that torch's kernels treat differently stay apart: one of another kind in a
     group would make torch update all of them one by one, and round differently.
     """
-    joined: dict[tuple[object, ...], _Group] = {}
+    joined: dict[tuple[object, ...], dict[str, Any]] = {}
     for group in groups:
         parameters = group["params"]
-        options = [_comparable(name, value) for name, value in group.items()]
-        key = (*options, frozenset(map(_kind_of, parameters)))
+        key = _options_of(group)
         if key in joined:
             joined[key]["params"].extend(parameters)
-        else:
-            joined[key] = {**group, "params": list(parameters)}
+            continue
+        joined[key] = dict(group)
+        joined[key]["params"] = list(parameters)
     return list(joined.values())
+
+
+def _options_of(group: SavedState) -> tuple[object, ...]:
+    """Equal for groups whose parameters may be updated together."""
+    options = [_comparable(name, value) for name, value in group.items()]
+    kinds = frozenset(map(_kind_of, group["params"]))
+    return (*options, kinds)
 
 
 def _comparable(name: str, value: object) -> object:

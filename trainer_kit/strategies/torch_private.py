@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from operator import attrgetter
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -66,7 +67,6 @@ __all__ = [
     "has_compiled_function",
     "is_fsdp_root",
     "is_profiling",
-    "is_scheduler_wrapper",
     "is_view",
     "make_fake_store",
     "multiply_each",
@@ -80,6 +80,7 @@ __all__ = [
     "set_reduced_parameters",
     "step_below_grad_mode",
     "step_below_hooks",
+    "step_below_scheduler",
     "sync_buffers",
     "tree_flatten",
     "tree_leaves",
@@ -349,31 +350,31 @@ is_profiling: Final[Callable[[], bool]] = torch._C._autograd._profiler_enabled
 set_grad_mode: Final[Callable[[bool], object]] = torch._C._set_grad_enabled
 
 
-def step_below_hooks(step: Callable[..., Any]) -> Callable[..., Any] | None:
+def step_below_hooks(step: FunctionType) -> FunctionType | None:
     """The function below the wrapper that calls step hooks; None where torch has not wrapped this step.
 
     torch marks its wrapper. Without the mark every step is that of the optimizer itself, only slower.
     """
-    if not getattr(step, "hooked", False):
+    marks = vars(step)
+    if not marks.get("hooked", False):
         return None
-    below: Callable[..., Any] | None = getattr(step, "__wrapped__", None)
-    return below
+    return marks.get("__wrapped__")
 
 
-def step_below_grad_mode(step: Callable[..., Any]) -> Callable[..., Any] | None:
+def step_below_grad_mode(step: FunctionType) -> FunctionType | None:
     """The function below the wrapper with which torch's own optimizers turn gradients off; None where it is not there.
 
     The wrapper is recognized by its code: it has the name and the module of what it wraps.
     """
-    code = getattr(step, "__code__", None)
-    variables = getattr(step, "__globals__", {})
-    is_wrapper = code is not None and code.co_name == "_use_grad"
-    if not is_wrapper or variables.get("__name__") != Optimizer.__module__:
+    is_wrapper = step.__code__.co_name == "_use_grad"
+    if not is_wrapper or step.__globals__["__name__"] != Optimizer.__module__:
         return None
-    below: Callable[..., Any] | None = getattr(step, "__wrapped__", None)
-    return below
+    return vars(step).get("__wrapped__")
 
 
-def is_scheduler_wrapper(step: Callable[..., Any]) -> bool:
-    """Whether a learning rate scheduler has put this function in the place of a step, to note that it was called."""
-    return getattr(step, "_wrapped_by_lr_sched", False)
+def step_below_scheduler(step: FunctionType) -> FunctionType | None:
+    """The step below the function with which a learning rate scheduler notes that it was called, or None."""
+    marks = vars(step)
+    if not marks.get("_wrapped_by_lr_sched", False):
+        return None
+    return marks.get("__wrapped__")
