@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,15 @@ import pytest
 import torch
 
 import trainer_kit as tk
-from trainer_kit import Accelerator, ProjectConfiguration
-from trainer_kit.loggers import CSVLogger, bounded
+from trainer_kit import (
+    Accelerator,
+    Fabric,
+    ProjectConfiguration,
+    register_tracker_class,
+)
+from trainer_kit.accelerator import GeneralTracker
+from trainer_kit.core.hooks import RUNNING_MODULE
+from trainer_kit.loggers import CSVLogger, bounded, delivery
 from trainer_kit.testing import TinyModule
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,6 +148,172 @@ def test_a_tracker_that_blocks_at_load_state_keeps_no_loop_from_going_on(
     assert "CSVLogger: load_state_dict has not returned" in printed
     released.set()
     second.end_training()
+
+
+class RunsModule(Blocks):
+    """Runs the module in evaluation mode for its graph, and then blocks or does not."""
+
+    running: Any = None
+
+    def log_graph(self, module: tk.Module) -> None:
+        module.eval()
+        self.running = RUNNING_MODULE.get()
+        module(torch.randn(2, 32))
+        self._take("log_graph")
+
+
+def test_a_logger_that_blocks_in_log_graph_keeps_no_fit_from_starting(
+    tmp_path: Path, capsys: Any, released: threading.Event
+) -> None:
+    logger = RunsModule("log_graph", released)
+    modes = []
+
+    class Looks(tk.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, *rest: Any) -> None:
+            modes.append(module.training)
+
+    trainer = tk.Trainer(
+        max_steps=2,
+        accelerator="cpu",
+        logger=logger,
+        log_every_n_steps=1,
+        default_root_dir=tmp_path,
+        enable_progress_bar=False,
+        callbacks=[Looks()],
+    )
+    trainer.fit(Logs(), [torch.randn(4, 32)] * 4)
+    assert logger.values == [1, 2]
+    assert logger.threads == {"RunsModule.log_graph"}
+    assert logger.running is trainer.lightning_module
+    # The logger left the module in evaluation mode.
+    assert modes == [True, True]
+    assert "RunsModule: log_graph has not returned for" in capsys.readouterr().out
+
+
+def test_a_graph_that_takes_long_to_compute_is_waited_for(
+    tmp_path: Path, capsys: Any, released: threading.Event
+) -> None:
+    """Another thread that runs the module would change its modes and the random numbers during training."""
+    took = []
+
+    class Computes(Blocks):
+        def log_graph(self, module: tk.Module) -> None:
+            begun = time.thread_time()
+            while time.thread_time() < begun + 2:
+                module(torch.randn(64, 32))
+            took.append("graph")
+
+        def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+            took.append("values")
+
+    fit(tmp_path, Computes("", released), 1, None)
+    assert took == ["graph", "values"]
+    assert "has not returned" not in capsys.readouterr().out
+
+
+def test_a_logger_whose_root_directory_blocks_keeps_no_run_from_being_found(
+    tmp_path: Path, capsys: Any, released: threading.Event
+) -> None:
+    class InDirectory(Blocks):
+        """Has a directory for each run, and one for all of them."""
+
+        @property
+        def log_dir(self) -> str:  # type: ignore[override]
+            return str(tmp_path / "runs" / "one")
+
+        @property
+        def root_dir(self) -> str:
+            self._take("root_dir")
+            return str(tmp_path / "runs")
+
+    logger = InDirectory("root_dir", released)
+    trainer = tk.Trainer(
+        max_steps=1,
+        accelerator="cpu",
+        logger=logger,
+        log_every_n_steps=1,
+        default_root_dir=tmp_path,
+        enable_progress_bar=False,
+        resume="auto",
+    )
+    trainer.fit(Logs(), [torch.randn(4, 32)])
+    assert logger.values == [1]
+    assert logger.threads == {"InDirectory.root_dir"}
+    printed = capsys.readouterr().out
+    assert "InDirectory: root_dir has not returned for" in printed
+
+
+def test_a_tracker_whose_constructor_blocks_gets_its_values_when_it_returns(
+    tmp_path: Path,
+    capsys: Any,
+    released: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    received: list[tuple[int | None, dict[str, Any]]] = []
+
+    @register_tracker_class
+    class Connects(GeneralTracker):
+        name = "connects"
+        tracker = received
+
+        def __init__(self, project: str) -> None:
+            released.wait()
+
+        def log(self, values: dict[str, Any], step: int | None, **options: Any) -> None:
+            received.append((step, values))
+
+    accelerator = Accelerator(
+        cpu=True, log_with=["connects", "csv"], project_dir=str(tmp_path)
+    )
+    with monkeypatch.context() as patched:
+        # The wait for the first calls of all trackers, which follows.
+        patched.setattr(delivery, "_PATIENCE", 0.5)
+        accelerator.init_trackers("project")
+    printed = capsys.readouterr().out
+    assert "tracker 'connects': its constructor has not returned for" in printed
+    assert [tracker.name for tracker in accelerator.trackers] == ["connects", "csv"]
+    accelerator.log({"loss": 1.0}, step=0)
+    # A user's call of the tracker itself does nothing yet.
+    accelerator.trackers[0].log_images({})
+    assert received == []
+    released.set()
+    accelerator.log({"loss": 2.0}, step=1)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and len(received) < 2:
+        time.sleep(0.01)
+    assert isinstance(accelerator.get_tracker("connects"), Connects)
+    assert isinstance(accelerator.trackers[0], Connects)
+    accelerator.end_training()
+    assert received == [(0, {"loss": 1.0}), (1, {"loss": 2.0})]
+
+
+def test_the_error_of_a_tracker_constructor_is_raised() -> None:
+    @register_tracker_class
+    class Fails(GeneralTracker):
+        name = "fails"
+
+        def __init__(self, project: str) -> None:
+            raise ValueError("no such project")
+
+    with pytest.raises(ValueError, match="no such project"):
+        Accelerator(cpu=True, log_with="fails").init_trackers("project")
+
+
+def test_a_logger_that_blocks_keeps_no_loop_of_fabric_from_going_on(
+    capsys: Any, released: threading.Event
+) -> None:
+    class Blocked(Blocks):
+        def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+            self._take("log_metrics")
+            super().log_metrics(metrics, step)
+
+    blocked, other = Blocked("log_metrics", released), Blocks("", released)
+    fabric = Fabric(accelerator="cpu", loggers=[blocked, other])
+    for step in range(3):
+        fabric.log("loss", 0.5, step=step)
+    assert (blocked.values, other.values) == ([], [0, 1, 2])
+    printed = capsys.readouterr().out
+    assert printed.count("Blocked: log_metrics has not returned for") == 1
 
 
 def test_a_tracker_that_blocks_at_the_end_of_the_process_does_not_keep_it(

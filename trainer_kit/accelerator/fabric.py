@@ -49,6 +49,7 @@ from trainer_kit.core.types import (
     StateDict,
 )
 from trainer_kit.launch import run_agent, run_forked
+from trainer_kit.loggers.bounded import BoundedCalls
 from trainer_kit.options.records import FullyShardedDataParallelPlugin
 from trainer_kit.strategies.gathering import TensorGroup, gather_with_gradients
 from trainer_kit.strategies.single import SingleDeviceStrategy
@@ -142,6 +143,7 @@ class Fabric:
         self._num_nodes = num_nodes
         self.callbacks = as_list(callbacks)
         self.loggers = as_list(loggers)
+        self._calls = BoundedCalls(print)
         environment = Environment.detect()
         count = _device_count(devices)
         if count is None:
@@ -549,13 +551,17 @@ class Fabric:
         self.log_dict({name: value}, step)
 
     def log_dict(self, metrics: Mapping[str, object], step: int | None = None) -> None:
-        """Log values with every logger, on rank 0; tensors of one element become numbers, which is a sync point."""
+        """Log values with every logger, on rank 0; tensors of one element become numbers, which is a sync point.
+
+        A logger that has not returned for 10 seconds is left out until it does.
+        """
         if not self.is_global_zero:
             return
         # Once for all loggers, because each conversion waits for the device.
         numbers = map_tensors(metrics, _as_number)
         for logger in self.loggers:
-            logger.log_metrics(metrics=numbers, step=step)
+            log_metrics = partial(logger.log_metrics, metrics=numbers, step=step)
+            self._calls.call(logger, "log_metrics", log_metrics, None)
 
     # -- files -----------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar, final
@@ -272,12 +273,24 @@ class LoggerTracker(GeneralTracker):
 
 @final
 class _NoTracker(GeneralTracker):
-    """The tracker of a process that does not log: every call does nothing."""
+    """A tracker of which every call does nothing: on a process that does not log, and while a constructor blocks.
+
+    Args:
+        name: the name for `Accelerator.get_tracker`.
+        late: the tracker, or the error of its constructor, once there is one; logged values wait for it.
+    """
 
     tracker: Any = None
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, late: Future[GeneralTracker] | None = None) -> None:
         self.name = name
+        self.late = late
+        # A late tracker is made where it is to write.
+        self.main_process_only = late is None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """A copy in another process has no thread that would make a late tracker."""
+        return _NoTracker, (self.name,)
 
     def __getattr__(self, name: str) -> Any:
         # Copying and pickling look for methods with such names, and must not find them.
@@ -290,6 +303,12 @@ def _label(queued: _Queued) -> str:
     return f"tracker {queued.tracker.name!r}"
 
 
+def _call_label(logger: object) -> str:
+    if isinstance(logger, _NoTracker):
+        return f"tracker {logger.name!r}"
+    return type(logger).__name__
+
+
 @final
 class _Queued:
     """A tracker with the interface of a logger for `Deliveries`."""
@@ -298,6 +317,9 @@ class _Queued:
         self.tracker = tracker
 
     def start(self, config: HyperParameters | None) -> None:
+        # On a thread of this tracker, which may wait for a constructor that blocks.
+        if isinstance(self.tracker, _NoTracker) and self.tracker.late is not None:
+            self.tracker = self.tracker.late.result()
         self.tracker.start()
         if config is not None:
             self.tracker.store_init_configuration(dict(config))
@@ -412,7 +434,7 @@ class Trackers:
         self._versioned: list[Any] = []
         self._journal: JSONLLogger | None = None
         self._deliveries = Deliveries(self._processes.print, _label)
-        self._calls = BoundedCalls(self._processes.print)
+        self._calls = BoundedCalls(self._processes.print, _call_label)
 
     def __getstate__(self) -> StateDict:
         """Leave out the report: a copy in another process must not write it."""
@@ -449,16 +471,35 @@ class Trackers:
         self._deliveries.open([], None)
         self._choose_directory(project_name)
         for tracker in self.log_with:
-            name = str(getattr(tracker, "name", tracker))
-            self.started.append(
-                self.make_tracker(tracker, project_name, options.get(name, {}))
-            )
+            self._start_tracker(tracker, project_name, options)
         journal = self._open_report(project_name, config, facts)
         writing = filter(self._writes, [*journal, *self.started])
         self._deliveries.open([_Queued(tracker) for tracker in writing], None)
         self._deliveries.start("start", config)
         # For a script that does not call end_training.
         atexit.register(self._leave)
+
+    def _start_tracker(
+        self, tracker: str | Tracker, project: str, options: Mapping[str, Keywords]
+    ) -> None:
+        """Make a tracker; until its constructor returns, which may connect to a service, calls of it do nothing."""
+        name = tracker if isinstance(tracker, str) else type(tracker).__name__
+        late: Future[GeneralTracker] = Future()
+        substitute = _NoTracker(name, late)
+        self.started.append(substitute)
+
+        def construct() -> None:
+            try:
+                instance = self.make_tracker(tracker, project, options.get(name, {}))
+            except BaseException as error:
+                late.set_exception(error)
+                raise
+            # Another `start` may have replaced all trackers meanwhile.
+            if substitute in self.started:
+                self.started[self.started.index(substitute)] = instance
+            late.set_result(instance)
+
+        self._calls.call(substitute, "its constructor", construct, None)
 
     def _choose_directory(self, project: str) -> None:
         path = self._project.logging_path

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import contextvars
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, TypeVar, final
 
-__all__ = ["BoundedCalls"]
+import torch
+
+from trainer_kit.core.devices import make_current
+from trainer_kit.loggers.modes import preserved_modes
+
+__all__ = ["WORKING", "BoundedCalls", "cpu_seconds"]
 
 _PATIENCE: Final = 10.0
 """The most seconds to wait for one call."""
+WORKING: Final = 0.02
+"""The share of CPU time above which a call counts as computing. One that hangs sleeps, or polls."""
 
 _Answer = TypeVar("_Answer")
 
 
 @final
 class BoundedCalls:
-    """Asks loggers which run they write, and lets them continue one: a logger that blocks is left out after 10 seconds.
+    """Calls of loggers that the training thread waits for: a logger that blocks is left out after 10 seconds.
 
     Each call runs on a thread of its own, and its error is raised in the caller. While a call has not returned, the
     same logger is not called again.
 
     Args:
         say: prints a line about a logger that blocks.
+        label: returns a logger's name for messages; by default its class name.
 
     Example:
         >>> calls = BoundedCalls(print)
@@ -32,8 +43,13 @@ class BoundedCalls:
         'TEXT'
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        label: Callable[[object], str] | None = None,
+    ) -> None:
         self._say = say
+        self._label = label or _class_name
         # The threads of calls that have not returned, by the logger's identity.
         self._blocked: dict[int, threading.Thread] = {}
 
@@ -69,6 +85,34 @@ class BoundedCalls:
         name = self.call(logger, "name", lambda: getattr(logger, "name", ""), "")
         return name if isinstance(name, str) else ""
 
+    def root(self, logger: object) -> object:
+        """The directory of all runs of a logger; None where it has none."""
+        read_root = partial(_read_root, logger)
+        return self.call(logger, "root_dir", read_root, None)
+
+    def log_graph(
+        self, logger: object, module: torch.nn.Module, device: torch.device
+    ) -> None:
+        """Let a logger log the graph of a module, which it may run for that.
+
+        Args:
+            logger: the logger.
+            module: its modes are as before when this returns.
+            device: the device of the run.
+        """
+        default_device = torch.get_default_device()
+
+        def log_graph() -> None:
+            # Both belong to a thread, and the forward of a user creates tensors on them.
+            make_current(device)
+            if default_device.type != "cpu":
+                torch.set_default_device(default_device)
+            _call_optional(logger, "log_graph", module)
+
+        # Two threads in one module would change each other's modes and random numbers: one that runs it has no limit.
+        with preserved_modes(module):
+            self.call(logger, "log_graph", log_graph, None, may_compute=True)
+
     def directories(self, loggers: Iterable[object]) -> list[str]:
         """The ``log_dir`` of each logger that has one."""
         directories = []
@@ -85,6 +129,7 @@ class BoundedCalls:
         name: str,
         function: Callable[[], _Answer],
         default: _Answer,
+        may_compute: bool = False,
     ) -> _Answer:
         """Return what ``function`` returns, or ``default`` where it does not return in time.
 
@@ -93,6 +138,7 @@ class BoundedCalls:
             name: what is called, in the message.
             function: makes the call.
             default: the answer of a logger that blocks.
+            may_compute: whether to wait longer, as long as the call uses CPU time.
         """
         blocked = self._blocked.get(id(logger))
         if blocked is not None and blocked.is_alive():
@@ -106,10 +152,16 @@ class BoundedCalls:
             except BaseException as error:
                 errors.append(error)
 
-        label = type(logger).__name__
-        thread = threading.Thread(target=run, name=f"{label}.{name}", daemon=True)
+        label = self._label(logger)
+        # The module that runs, for example, is a variable of the context.
+        context = contextvars.copy_context()
+        thread = threading.Thread(
+            target=context.run, args=(run,), name=f"{label}.{name}", daemon=True
+        )
         thread.start()
         thread.join(_PATIENCE)
+        if may_compute:
+            _wait_while_computing(thread)
         if errors:
             raise errors[0]
         if answers:
@@ -122,6 +174,37 @@ class BoundedCalls:
         return default
 
 
+def _class_name(logger: object) -> str:
+    return type(logger).__name__
+
+
+def _wait_while_computing(thread: threading.Thread) -> None:
+    last = 0.0
+    seconds = cpu_seconds(thread)
+    while thread.is_alive() and seconds - last > WORKING * _PATIENCE:
+        last = seconds
+        thread.join(_PATIENCE)
+        seconds = cpu_seconds(thread)
+
+
+def cpu_seconds(thread: threading.Thread | None) -> float:
+    """The CPU time that a running thread has used; that of this process where the system does not tell.
+
+    Args:
+        thread: a thread of this process; None has used none.
+
+    Example:
+        >>> cpu_seconds(threading.current_thread()) > 0
+        True
+    """
+    # A fork has no threads of its parent, and the clock of a thread that has ended raises.
+    if thread is None or thread.ident is None or not thread.is_alive():
+        return 0.0
+    if sys.platform == "linux":
+        return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+    return time.process_time()
+
+
 def _call_optional(logger: object, method: str, *arguments: object) -> Any:
     function = getattr(logger, method, None)
     return None if function is None else function(*arguments)
@@ -129,3 +212,7 @@ def _call_optional(logger: object, method: str, *arguments: object) -> Any:
 
 def _read_directory(logger: object) -> object:
     return getattr(logger, "log_dir", None)
+
+
+def _read_root(logger: object) -> object:
+    return getattr(logger, "root_dir", None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import threading
 import time
 from array import array
@@ -17,6 +16,7 @@ from typing import Any, Final, TypeAlias, final
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import TrainerKitError
 from trainer_kit.core.types import StateDict
+from trainer_kit.loggers.bounded import WORKING, cpu_seconds
 from trainer_kit.loggers.journal import JSONLLogger
 
 __all__ = ["Deliveries", "Delivery", "JournalIndex"]
@@ -31,8 +31,6 @@ _PATIENCE: Final = 10.0
 _GRACE: Final = 60.0
 """The most seconds, from its beginning, that a close waits for a logger's first call that computes: it may create a
 database."""
-_WORKING: Final = 0.02
-"""The share of CPU time above which a first call counts as computing. One that hangs sleeps, or polls."""
 _SHORT: Final = 1.0
 """The most seconds that a checkpoint waits for loggers other than the journal."""
 _QUIET: Final = 60.0
@@ -391,9 +389,9 @@ class Delivery:
         """Whether the thread has used CPU time since the last call of this method."""
         last_time, last_cpu = self._cpu_reading
         now = time.monotonic()
-        cpu = _cpu_seconds(self._thread)
+        cpu = cpu_seconds(self._thread)
         self._cpu_reading = (now, cpu)
-        return cpu - last_cpu > _WORKING * (now - last_time)
+        return cpu - last_cpu > WORKING * (now - last_time)
 
     def _wait_for_start(self) -> None:
         """Wait for the first call while it computes, then as long as any close does for the calls after it."""
@@ -790,16 +788,6 @@ class Deliveries:
 
 def _seconds_until(deadline: float) -> float:
     return max(0.0, deadline - time.monotonic())
-
-
-def _cpu_seconds(thread: threading.Thread | None) -> float:
-    """The CPU time that a running thread has used; that of this process where the system does not tell."""
-    # A fork has no threads of its parent, and the clock of a thread that has ended raises.
-    if thread is None or thread.ident is None or not thread.is_alive():
-        return 0.0
-    if sys.platform == "linux":
-        return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-    return time.process_time()
 
 
 def _class_name(logger: _Target) -> str:

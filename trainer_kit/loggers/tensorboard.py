@@ -27,6 +27,7 @@ from trainer_kit.loggers.layout import (
     plain,
     with_lock,
 )
+from trainer_kit.loggers.modes import preserved_modes
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -198,9 +199,11 @@ class TensorBoardLogger(DirectoryLogger):
             (tensor.device for tensor in model.parameters()), torch.device("cpu")
         )
         example = map_tensors(example, lambda tensor: tensor.to(device))
+        # Before the model is in evaluation mode: a disk that blocks must not leave it there.
+        writer = self.experiment
         try:
             with _without_side_effects(model, device):
-                self.experiment.add_graph(model, example)
+                writer.add_graph(model, example)
         except Exception as error:
             raise LogError(
                 f"the graph of {type(model).__name__} cannot be traced",
@@ -256,8 +259,6 @@ def _without_side_effects(
     model: torch.nn.Module, device: torch.device
 ) -> Iterator[None]:
     """Evaluation mode without gradients; on exit the random state and each module's mode are as before."""
-    # By module: parts of a model may be in evaluation mode while the rest trains.
-    modes = {module: module.training for module in model.modules()}
     devices = []
     # `fork_rng` takes no CPU device: it always forks the CPU's generator, beside those of the devices.
     device_type = "cuda"
@@ -267,16 +268,13 @@ def _without_side_effects(
     with (
         torch.random.fork_rng(devices, device_type=device_type),
         warnings.catch_warnings(),
+        preserved_modes(model),
+        torch.no_grad(),
     ):
         # The tracer is deprecated, and has no successor that writes TensorBoard's format.
         warnings.simplefilter("ignore")
         model.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            for module, training in modes.items():
-                module.training = training
+        yield
 
 
 def _shown(value: object) -> _Shown:

@@ -16,7 +16,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Final, Protocol, final
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from trainer_kit.checkpoint.commit import clean_incomplete
 from trainer_kit.checkpoint.commit import versions as library_versions
@@ -296,8 +297,10 @@ class RunFiles:
         if not self.loggers or directory == Path(os.path.abspath(self.root)):
             return None
         logger = self.loggers[0] if self._numbering is None else self._numbering
-        root = getattr(logger, "root_dir", None) or directory.parent
-        return Path(os.path.abspath(root))
+        root = self._calls.root(logger)
+        if not root:
+            return directory.parent
+        return Path(os.path.abspath(str(root)))
 
     # -- the run -----------------------------------------------------------------------------------------------------
 
@@ -562,6 +565,12 @@ class RunFiles:
         for logger, saved in zip(self.loggers, state["each"], strict=False):
             if type(logger).__name__ == saved["logger"] and saved["state"]:
                 self._calls.load_state(logger, saved["state"])
+
+    def log_graph(
+        self, logger: object, module: nn.Module, device: torch.device
+    ) -> None:
+        """Let a logger log the graph of the module; one that blocks is left out."""
+        self._calls.log_graph(logger, module, device)
 
     def _continues_in(self, saved: object) -> bool:
         """Whether a run with this directory is continued: it is this one, or its tracker's run goes on from here."""

@@ -54,7 +54,6 @@ from trainer_kit.state.resume import (
 )
 from trainer_kit.state.runs import (
     KeepsCheckpoints,
-    call_optional,
     check_records,
     keep_checkpoints,
     take_directories,
@@ -636,9 +635,9 @@ class EntryPoint:
         for logger in trainer.files.loggers:
             if logger in failed_loggers:
                 continue
-            # In this thread and not the logger's: it runs the module.
+            # Not on the logger's thread: it may run the module, so training waits for it.
             try:
-                call_optional(logger, "log_graph", self.module)
+                trainer.files.log_graph(logger, self.module, trainer.strategy.device)
             except TrainerKitError:
                 raise
             except Exception as error:
