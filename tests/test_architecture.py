@@ -204,10 +204,15 @@ def imports(path: Path) -> tuple[tuple[str, ast.AST], ...]:
 
 def _imports(path: Path) -> Iterator[tuple[str, ast.AST]]:
     prose = docstrings(tree(path))
+    nodes = list(ast.walk(tree(path)))
+    # The names that a package imports at first use.
+    stub = path.with_suffix(".pyi")
+    if stub.exists():
+        nodes += ast.walk(tree(stub))
     package = module_name(path).split(".")
     if path.name != "__init__.py":
         package = package[:-1]
-    for node in ast.walk(tree(path)):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] == PACKAGE:
@@ -361,12 +366,15 @@ def test_every_room_has_a_level() -> None:
 
 def optional_imports(path: Path) -> set[ast.AST]:
     """The imports of a file that run in a function, or are for a type checker."""
-    bodies = [
+    bodies: list[ast.AST] = [
         node
         for node in ast.walk(tree(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     ]
+    stub = path.with_suffix(".pyi")
+    if stub.exists():
+        bodies.append(tree(stub))
     return {
         node
         for body in bodies

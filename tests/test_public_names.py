@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
 import trainer_kit as tk
 from trainer_kit.compat import accelerate_names, lightning_names
+from trainer_kit.core.lazy import locate_names
 
+STUBS = runpy.run_path(str(Path(__file__).parents[1] / "docs" / "generate_stubs.py"))
+PACKAGES = list(STUBS["packages"]())
 NAMES = [
     "AORecipeKwargs",
     "Accelerator",
@@ -188,9 +194,7 @@ def test_nothing_public_is_missing_from_the_names():
     }
     public = {name for name in vars(tk) if not name.startswith("_")} - {
         "annotations",
-        "importlib",
-        "TYPE_CHECKING",
-        "Any",
+        "Final",
     }
     assert public - rooms - paths | set(NAMES) & paths == set(NAMES)
 
@@ -200,12 +204,32 @@ def test_an_unknown_name_is_an_attribute_error():
         _ = tk.Trainr
 
 
-@pytest.mark.parametrize("room", ["callbacks", "loggers", "precision", "strategies"])
-def test_everything_a_room_lists_is_there(room):
-    module = getattr(tk, room)
-    assert list(module.__all__) == sorted(module.__all__)
-    for name in module.__all__:
-        assert getattr(module, name) is not None
+@pytest.mark.parametrize("package", PACKAGES)
+def test_everything_a_package_lists_is_there(package):
+    """Each name is the object that its module defines, and is looked up once."""
+    module = import_module(package)
+    assert list(module.__all__) == sorted(module.__all__) == dir(module)
+    for name, location in locate_names(module._HOMES).items():
+        value = getattr(module, name)
+        assert vars(module)[name] is value is not None
+        path, _, attribute = location.partition(":")
+        if path:
+            assert value is getattr(import_module(f".{path}", package), attribute)
+
+
+def test_the_rooms_of_the_public_names_have_tables():
+    assert len(PACKAGES) == 13
+    assert {
+        f"trainer_kit.{room}" for room in ("callbacks", "loggers", "strategies")
+    } <= set(PACKAGES)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_stub_of_a_package_is_current(package):
+    """Type checkers and editors read the stub: it has the names of the table, and nothing else."""
+    assert STUBS["stub_of"](package).read_text(encoding="utf-8") == STUBS["render"](
+        package
+    ), "the table of names changed: run `make docs`"
 
 
 def test_importing_the_package_loads_nothing_heavy():

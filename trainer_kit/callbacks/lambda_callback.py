@@ -72,7 +72,7 @@ class LambdaCallback(Callback):
         super().__init__()
 
     # The class of an object is made at run time, so pickle cannot find it by name.
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[partial[LambdaCallback], tuple[()]]:
         return partial(LambdaCallback, **self.hooks), ()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from trainer_kit.core.lazy import locate_names
+
 __all__ = ["ARGUMENTS", "ELSEWHERE", "LIBRARY", "PATHS"]
 
 LIBRARY: Final = "Accelerate"
@@ -87,16 +89,7 @@ _HOMES: Final[dict[str, str]] = {
 """The names of each module here; ``accelerate_name=name`` where the names differ."""
 
 
-def _locate_names() -> dict[str, str]:
-    locations: dict[str, str] = {}
-    for module, entries in _HOMES.items():
-        for entry in entries.split():
-            accelerate_name, _, name = entry.partition("=")
-            locations[accelerate_name] = f"{module}:{name or accelerate_name}"
-    return locations
-
-
-_NAMES: Final = _locate_names()
+_NAMES: Final = locate_names(_HOMES)
 _MODULES: Final = (
     "accelerator big_modeling checkpointing commands commands.accelerate_cli commands.config "
     "commands.config.config_args commands.config.default commands.estimate commands.launch commands.merge commands.tpu "

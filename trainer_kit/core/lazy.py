@@ -20,6 +20,7 @@ __all__ = [
     "argument_rows",
     "find_names",
     "lazy_names",
+    "locate_names",
     "other_names",
 ]
 
@@ -43,30 +44,60 @@ class _Table(Protocol):
     ARGUMENTS: Mapping[str, Mapping[str, _Row]]
 
 
+def locate_names(homes: Mapping[str, str]) -> dict[str, str]:
+    """Where each name of a table is defined, as ``module:name``, sorted by name.
+
+    Args:
+        homes: for each module the names that it defines, separated by spaces; ``new=old`` gives ``old`` another name.
+
+    Example:
+        >>> locate_names({"core.module": "TrainModule LightningModule=TrainModule"})
+        {'LightningModule': 'core.module:TrainModule', 'TrainModule': 'core.module:TrainModule'}
+    """
+    locations: dict[str, str] = {}
+    for module, entries in homes.items():
+        for entry in entries.split():
+            name, _, original = entry.partition("=")
+            locations[name] = f"{module}:{original or name}"
+    return dict(sorted(locations.items()))
+
+
 def lazy_names(
     package: str, homes: Mapping[str, str]
 ) -> tuple[NameLookup, Callable[[], list[str]]]:
     """The ``__getattr__`` and ``__dir__`` of a package whose names are imported at first use.
 
+    The table is the only place where a public name is written by hand: ``__all__`` is its names, sorted, and
+    ``docs/generate_stubs.py`` writes the ``__init__.pyi`` that type checkers read.
+
     Args:
         package: its ``__name__``.
-        homes: for each name, its module in the package; ``".x.y"`` is the module ``x.y`` beside the package.
+        homes: the table, as in `locate_names`; ``".x.y"`` is the module ``x.y`` beside the package, and the names of
+            the module ``""`` are modules of the package.
 
     Example:
-        >>> find, names = lazy_names("urllib", {"urlparse": "parse"})
-        >>> find("urlparse").__module__, "urlparse" in names()
-        ('urllib.parse', True)
+        >>> find, names = lazy_names("urllib", {"parse": "urlparse split=urlsplit", "": "error"})
+        >>> find("urlparse").__module__, find("split").__name__, find("error").__name__
+        ('urllib.parse', 'urlsplit', 'urllib.error')
+        >>> names()
+        ['error', 'split', 'urlparse']
     """
+    locations = locate_names(homes)
     otherwise = other_names(package)
 
     def find(name: str) -> Any:
-        if name not in homes:
+        if name not in locations:
             return otherwise(name)
-        module = import_module(f".{homes[name]}", package)
-        return getattr(module, name)
+        module, _, attribute = locations[name].partition(":")
+        value: object = import_module(f".{module or name}", package)
+        if module:
+            value = getattr(value, attribute)
+        # Looked up once: Python calls this only for names that the package does not have yet.
+        vars(sys.modules[package])[name] = value
+        return value
 
     def names() -> list[str]:
-        return list(getattr(import_module(package), "__all__", homes))
+        return list(locations)
 
     return find, names
 

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Final
 
-from trainer_kit.core.lazy import lazy_names
-from trainer_kit.launch.bootstrap import report_errors
+from trainer_kit.core.lazy import lazy_names, locate_names
 
-if TYPE_CHECKING:
-    from trainer_kit.launch.agent import run_agent, run_ranks
-    from trainer_kit.launch.processes import run_forked
-    from trainer_kit.launch.program import rerun_command
-
-__all__ = ["report_errors", "rerun_command", "run_agent", "run_forked", "run_ranks"]
-
-_HOME = {
-    "rerun_command": "program",
-    "run_agent": "agent",
-    "run_forked": "processes",
-    "run_ranks": "agent",
+_HOMES: Final = {
+    "agent": "run_agent run_ranks",
+    "bootstrap": "report_errors",
+    "processes": "run_forked",
+    "program": "rerun_command",
 }
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__all__ = sorted(locate_names(_HOMES))
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

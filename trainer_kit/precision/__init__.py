@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Final
 
-from trainer_kit.core.lazy import lazy_names
-from trainer_kit.precision.aliases import make_precision
-from trainer_kit.precision.exceptions import Exceptions, ModulePrecision
-from trainer_kit.precision.native import MixedPrecision, TruePrecision
+from trainer_kit.core.lazy import lazy_names, locate_names
 
-if TYPE_CHECKING:
-    from trainer_kit.precision.bitsandbytes import BitsandbytesPrecision
-    from trainer_kit.precision.optimizers import make_optimizer
-    from trainer_kit.precision.torchao import Float8Precision, QATPrecision
-    from trainer_kit.precision.transformer_engine import TransformerEnginePrecision
-
-__all__ = [
-    "BitsandbytesPrecision",
-    "Exceptions",
-    "Float8Precision",
-    "MixedPrecision",
-    "ModulePrecision",
-    "QATPrecision",
-    "TransformerEnginePrecision",
-    "TruePrecision",
-    "make_optimizer",
-    "make_precision",
-]
-
-_HOME = {
-    "BitsandbytesPrecision": "bitsandbytes",
-    "Float8Precision": "torchao",
-    "QATPrecision": "torchao",
-    "TransformerEnginePrecision": "transformer_engine",
-    "make_optimizer": "optimizers",
+_HOMES: Final = {
+    "aliases": "make_precision",
+    "bitsandbytes": "BitsandbytesPrecision",
+    "exceptions": "Exceptions ModulePrecision",
+    "native": "MixedPrecision TruePrecision",
+    "optimizers": "make_optimizer",
+    "torchao": "Float8Precision QATPrecision",
+    "transformer_engine": "TransformerEnginePrecision",
 }
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__all__ = sorted(locate_names(_HOMES))
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -6,31 +6,15 @@ The page, plain HTML and JavaScript under ``page/``, shows them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Final
 
-from trainer_kit.core.lazy import lazy_names
+from trainer_kit.core.lazy import lazy_names, locate_names
 
-if TYPE_CHECKING:
-    from trainer_kit.report.collect import RunDirectory, find_runs
-    from trainer_kit.report.page import REPORT, write_report
-    from trainer_kit.report.running import RunReport
-    from trainer_kit.report.trainer_report import TrainerReport
-
-__all__ = [
-    "REPORT",
-    "RunDirectory",
-    "RunReport",
-    "TrainerReport",
-    "find_runs",
-    "write_report",
-]
-
-_HOME = {
-    "REPORT": "page",
-    "RunDirectory": "collect",
-    "RunReport": "running",
-    "TrainerReport": "trainer_report",
-    "find_runs": "collect",
-    "write_report": "page",
+_HOMES: Final = {
+    "collect": "RunDirectory find_runs",
+    "page": "REPORT write_report",
+    "running": "RunReport",
+    "trainer_report": "TrainerReport",
 }
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__all__ = sorted(locate_names(_HOMES))
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -2,48 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Final
 
-from trainer_kit.core.lazy import alias_package, lazy_names
-from trainer_kit.strategies.single import SingleDeviceStrategy
-from trainer_kit.strategies.strategy import Strategy
+from trainer_kit.core.lazy import alias_package, lazy_names, locate_names
 
-if (
-    __name__ != "trainer_kit.strategies"
-):  # imported through the link at the top of a checkout
+# Imported through the link at the top of a checkout.
+if __name__ != "trainer_kit.strategies":
     alias_package(__name__, "trainer_kit.strategies")
 
-if TYPE_CHECKING:
-    from trainer_kit.strategies.ddp import DDPStrategy
-    from trainer_kit.strategies.deepspeed.strategy import DeepSpeedStrategy
-    from trainer_kit.strategies.fsdp import FSDPStrategy
-    from trainer_kit.strategies.local_sgd import PostLocalSGD
-    from trainer_kit.strategies.megatron.strategy import MegatronStrategy
-    from trainer_kit.strategies.mesh import MeshStrategy
-    from trainer_kit.strategies.model_parallel import ModelParallelStrategy
-    from trainer_kit.strategies.xla.strategy import XLAStrategy
-
-__all__ = [
-    "DDPStrategy",
-    "DeepSpeedStrategy",
-    "FSDPStrategy",
-    "MegatronStrategy",
-    "MeshStrategy",
-    "ModelParallelStrategy",
-    "PostLocalSGD",
-    "SingleDeviceStrategy",
-    "Strategy",
-    "XLAStrategy",
-]
-
-_HOME = {
-    "DDPStrategy": "ddp",
-    "DeepSpeedStrategy": "deepspeed.strategy",
-    "FSDPStrategy": "fsdp",
-    "MegatronStrategy": "megatron.strategy",
-    "MeshStrategy": "mesh",
-    "ModelParallelStrategy": "model_parallel",
-    "PostLocalSGD": "local_sgd",
-    "XLAStrategy": "xla.strategy",
-}  # torch.distributed is only needed by those who use it
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+_HOMES: Final = {
+    "ddp": "DDPStrategy",
+    "deepspeed.strategy": "DeepSpeedStrategy",
+    "fsdp": "FSDPStrategy",
+    "local_sgd": "PostLocalSGD",
+    "megatron.strategy": "MegatronStrategy",
+    "mesh": "MeshStrategy",
+    "model_parallel": "ModelParallelStrategy",
+    "single": "SingleDeviceStrategy",
+    "strategy": "Strategy",
+    "xla.strategy": "XLAStrategy",
+}
+__all__ = sorted(locate_names(_HOMES))
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Final
 
-from trainer_kit.core.lazy import lazy_names
+from trainer_kit.core.lazy import lazy_names, locate_names
 
-if TYPE_CHECKING:
-    from trainer_kit.testing.conformance import check_strategy
-    from trainer_kit.testing.distributed import run_distributed
-    from trainer_kit.testing.loader_report import LoaderCheck, LoaderReport
-    from trainer_kit.testing.loaders import check_loader
-    from trainer_kit.testing.tiny import TinyModule, record_hooks
-
-__all__ = [
-    "LoaderCheck",
-    "LoaderReport",
-    "TinyModule",
-    "check_loader",
-    "check_strategy",
-    "record_hooks",
-    "run_distributed",
-]
-
-_HOME = {
-    "LoaderCheck": "loader_report",
-    "LoaderReport": "loader_report",
-    "TinyModule": "tiny",
-    "check_loader": "loaders",
-    "check_strategy": "conformance",
-    "record_hooks": "tiny",
-    "run_distributed": "distributed",
+_HOMES: Final = {
+    "conformance": "check_strategy",
+    "distributed": "run_distributed",
+    "loader_report": "LoaderCheck LoaderReport",
+    "loaders": "check_loader",
+    "tiny": "TinyModule record_hooks",
 }
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__all__ = sorted(locate_names(_HOMES))
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Final
 
-from trainer_kit.core.lazy import lazy_names
+from trainer_kit.core.lazy import lazy_names, locate_names
 
-if TYPE_CHECKING:
-    from trainer_kit.strategies.deepspeed.strategy import DeepSpeedStrategy
-
-__all__ = ["DeepSpeedStrategy"]
-
-__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, "strategy"))
+_HOMES: Final = {
+    "strategy": "DeepSpeedStrategy",
+}
+__all__ = sorted(locate_names(_HOMES))
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -1,0 +1,40 @@
+"""Each thing that is added to the library is defined once: the files that name a sample of each kind, and why."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "trainer_kit"
+PLACES = {
+    "get_balanced_memory": {
+        "inference/device_map.py": "the definition",
+        "__init__.py": "the table of public names",
+        "__init__.pyi": "written from the table",
+        "compat/accelerate_names.py": "the names of Accelerate",
+    },
+    "BackboneFinetuning": {
+        "callbacks/finetuning.py": "the definition",
+        "callbacks/__init__.py": "the table of public names",
+        "callbacks/__init__.pyi": "written from the table",
+    },
+}
+"""By name, the files of the package that may name it, each with the reason."""
+
+
+def files_with(name: str) -> set[str]:
+    """The files of the package in which a name stands as a word, in code, a list, or prose."""
+    word = re.compile(rf"\b{re.escape(name)}\b")
+    files = set()
+    for path in [*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.pyi")]:
+        if word.search(path.read_text(encoding="utf-8")):
+            files.add(path.relative_to(PACKAGE).as_posix())
+    return files
+
+
+@pytest.mark.parametrize("name", sorted(PLACES))
+def test_a_name_stands_where_it_is_defined(name: str) -> None:
+    """What to do: derive the list from the definition; or give the reason why the name stands in one more file."""
+    assert files_with(name) == set(PLACES[name])
