@@ -173,7 +173,8 @@ pictures: .venv/.stamp
 	$(BIN)/python docs/draw/tutorials.py
 	$(BIN)/python docs/draw/report.py
 
-# The site is built from the text of the sources: its environment needs neither torch nor this package.
+# The site is built from the text of the sources: its environment needs neither torch nor this package. With SOURCE_URL,
+# the address below which the repository's files are shown, each class and function links to its source.
 VERSION ?= dev
 .venv-site/.stamp: docs/requirements.txt
 	@echo "making .venv-site (half a minute the first time)"

@@ -38,7 +38,7 @@ def finish(site: Path) -> None:
         f'<a href="{newest}/">{newest}</a>\n'
     )
     (site / "index.html").write_text(page, encoding="utf-8")
-    for pattern in ("*/**/*.py", "*/requirements*.txt"):
+    for pattern in ("*/**/*.py", "*/**/*.jinja", "*/requirements*.txt"):
         for source in site.glob(pattern):
             source.unlink()
 
