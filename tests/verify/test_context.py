@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import trainer_kit as tk
 from tests.verify import verified
+from tests.verify.conftest import PROCESSES
 from tests.verify.test_local import verify as verify_local
 from tests.verify.test_verify import status, verify
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ranks")]
 
 
 class Asks(verified.Classifier):
@@ -197,6 +198,7 @@ def test_a_random_collate_fn_is_no_dependence_on_other_samples():
     assert (world.status, "a random collate_fn" in world.text) == ("not checked", True)
 
 
+@PROCESSES
 def test_compiled_dropout():
     """A compiled layer draws other numbers than the plain loop: it was accused."""
     module = verified.Classifier(dropout=0.3)

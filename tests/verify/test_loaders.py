@@ -21,7 +21,7 @@ from tests.verify import verified
 from tests.verify.test_verify import status, verify
 from trainer_kit.verify.loaders import Division, feeds_of, loaders_by_rank
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ranks")]
 
 
 class Noisy(Dataset):

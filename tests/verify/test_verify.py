@@ -11,9 +11,10 @@ from transformers import BatchEncoding
 
 import trainer_kit as tk
 from tests.verify import verified
+from tests.verify.conftest import LOCAL, PROCESSES
 from trainer_kit.strategies import DDPStrategy
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ranks")]
 _SECOND = partial(pytest.param, marks=pytest.mark.long)
 
 
@@ -28,7 +29,7 @@ def verify(module, loader=None, val=None, steps=4, **options):
     }
     torch.manual_seed(0)
     return tk.Trainer(**options).verify(
-        module, loader or verified.loader(), val, steps=steps
+        module, loader or verified.loader(), val, steps=steps, **LOCAL
     )
 
 
@@ -36,6 +37,7 @@ def status(found):
     return {check.name: check.status for check in found.checks}
 
 
+@PROCESSES
 def test_a_healthy_configuration_passes_every_check():
     found = verify(
         verified.Classifier(dropout=0.2),
@@ -71,6 +73,7 @@ def test_an_eps_changed_in_one_layer():
     assert "0.01) in the run, aten::native_layer_norm" in first.text
 
 
+@PROCESSES
 def test_gradients_that_are_not_exchanged():
     first = verify(verified.Classifier(), strategy=verified.NoExchange()).first
     assert (first.kind, first.step, first.where) == ("gradients", 0, "net.0.weight")
@@ -110,12 +113,14 @@ def test_a_loss_that_differs_by_no_factor_gets_no_hint_of_one():
     assert (first.kind, first.step, first.hint) == ("loss", 0, "")
 
 
+@PROCESSES
 def test_random_numbers_that_no_checkpoint_holds():
     found = verify(verified.OwnMasks())
     resumed = next(each for each in found.findings if each.kind == "resume")
     assert (resumed.step, resumed.where) == (2, "net.3")
 
 
+@PROCESSES
 def test_a_buffer_that_no_rank_sends():
     first = verify(
         verified.RunningMean(), strategy=DDPStrategy(broadcast_buffers=False)
@@ -346,6 +351,7 @@ def test_buffers_that_change_with_each_forward(strategy):
     assert found.ok, str(found)
 
 
+@PROCESSES
 def test_modules_that_exchange_values_themselves_are_refused():
     """It was refused with the words for float64."""
 
@@ -358,6 +364,7 @@ def test_modules_that_exchange_values_themselves_are_refused():
         verify(Reduces(), steps=2)
 
 
+@PROCESSES
 def test_what_cannot_be_verified_is_refused():
     module = verified.Classifier()
     module.configure_optimizers = lambda: torch.optim.LBFGS(
@@ -372,6 +379,7 @@ def test_what_cannot_be_verified_is_refused():
 
 
 @pytest.mark.slow
+@PROCESSES
 def test_ranks_forked_after_a_plan_save_their_own_parts():
     pytest.importorskip("trainer_kit.planning")
     trainer = tk.Trainer(
