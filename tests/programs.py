@@ -28,6 +28,14 @@ from trainer_kit.launch.processes import local_environment
 ROOT = Path(__file__).resolve().parents[1]
 DIE_WITH_PARENT = 1  # of prctl
 
+COMMAND = """
+import os, sys
+from trainer_kit.commands.main import main
+
+sys.path[0] = os.getcwd()  # as `python -m trainer_kit`
+main(prog_name="trainer-kit")
+"""
+
 
 class Programs:
     """The server, as a child process of the tests.
@@ -77,6 +85,14 @@ class Programs:
                 check=False,
             )
         return self._run([environment], [str(script), *words], given, timeout)[0]
+
+    def run_command(
+        self, *words: str, given: str = "", timeout: float = 110.0
+    ) -> subprocess.CompletedProcess[str]:
+        """The same of ``trainer-kit``, with ``words`` as its arguments."""
+        script = self.place / "trainer-kit"
+        script.write_text(COMMAND, encoding="utf-8")
+        return self.run(script, *words, given=given, timeout=timeout)
 
     def run_ranks(
         self, count: int, script: Path | str, *words: str, timeout: float = 110.0

@@ -48,26 +48,14 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def verify(tmp_path):
+def verify(tmp_path, programs):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT), encoding="utf-8")
 
-    def call(*arguments, **options):
-        command = [
-            sys.executable,
-            "-m",
-            "trainer_kit",
-            "verify",
-            "train.py",
-            *map(str, arguments),
-        ]
-        return subprocess.run(
-            command,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            **options,
+    def call(*arguments, lines=""):
+        words = map(str, arguments)
+        return programs.run_command(
+            "verify", "train.py", *words, given=lines, timeout=240
         )
 
     return call
@@ -122,7 +110,7 @@ def test_ranks_of_this_process(verify, strategy):
 def test_a_breakpoint_in_a_rank(verify):
     commands = "p 'rank', torch.distributed.get_rank(), batch[0].shape\nq\n"
     ran = verify(
-        "--strategy", "ddp", "--devices", 2, "--local", "--", "break", input=commands
+        "--strategy", "ddp", "--devices", 2, "--local", "--", "break", lines=commands
     )
     assert "('rank', 1, torch.Size([4, 8]))" in ran.stderr
     assert (ran.returncode, "could not check: BdbQuit" in ran.stderr) == (2, True), (
