@@ -1,12 +1,14 @@
 """Data for the steps: order and division of samples among ranks, and their transfer to the device.
 
-For users: `shuffle` and `mix` make streams of streams whose position is saved exactly.
+For users: `shuffle`, `mix` and `pack` make streams of streams whose position is saved exactly.
 """
 
 from trainer_kit.data.combined import MODES, CombinedLoader, is_tree, read_together
+from trainer_kit.data.document_masks import document_mask, document_offsets
 from trainer_kit.data.feed import Ahead, Feed
 from trainer_kit.data.mixture import Mixture, mix
 from trainer_kit.data.order import EMPTY, MISSING
+from trainer_kit.data.packing import pack
 from trainer_kit.data.shuffled import shuffle
 from trainer_kit.data.sizes import EpochLength, epoch_length, limit_batches
 from trainer_kit.data.streams import Stream
@@ -21,10 +23,13 @@ __all__ = [
     "Feed",
     "Mixture",
     "Stream",
+    "document_mask",
+    "document_offsets",
     "epoch_length",
     "is_tree",
     "limit_batches",
     "mix",
+    "pack",
     "read_together",
     "shuffle",
 ]

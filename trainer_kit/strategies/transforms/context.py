@@ -49,6 +49,8 @@ __all__ = [
 _TORCH_ATTENTION: Final[Callable[..., Tensor]] = F.scaled_dot_product_attention
 _RING_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 _TORCH_CROSS_ENTROPY: Final[Callable[..., Tensor]] = F.cross_entropy
+_DOCUMENT_IDS: Final = "document_ids"
+"""The key under which a batch of packed rows has the documents of its tokens; see `trainer_kit.data.pack`."""
 
 
 @final
@@ -78,6 +80,8 @@ class ContextParallel(Transform):
         self.ring: RingAttention | None = None
         self._ring_attention: Callable[..., Tensor] | None = None
         self.intercepted_calls = 0
+        # Whether the rows of the current batch have several documents.
+        self._packed = False
 
     @classmethod
     def planned(cls, module: nn.Module, plan: ParallelPlan) -> ContextParallel:
@@ -133,11 +137,20 @@ class ContextParallel(Transform):
         """Return this rank's part of a batch; its tensors are views.
 
         Raises:
-            StrategyError: a sequence that cannot be divided.
+            StrategyError: a sequence that cannot be divided, or packed rows whose document ids would be divided.
         """
         dims = self.plan.dims
         if self.size == 1:
             return with_positions(self.plan, batch)
+        self._packed = isinstance(batch, Mapping) and _DOCUMENT_IDS in batch
+        if self._packed and (isinstance(dims, int) or _DOCUMENT_IDS in dims):
+            raise StrategyError(
+                "packed documents under context parallelism need their document ids whole: a rank's part does not"
+                " show which keys of the other ranks belong to its documents",
+                found=f"ContextPlan(dims={dims!r})",
+                fix='ContextPlan(dims={"input_ids": 1, "labels": 1, "position_ids": 1}), and '
+                "document_mask(batch['document_ids'], part=rank, parts=size) of the context axis",
+            )
         if isinstance(dims, int):
             shard = map_tensors(batch, lambda tensor: self.part(tensor, dims))
             return with_positions(self.plan, shard, self.rank)
@@ -226,6 +239,14 @@ class ContextParallel(Transform):
         """Replaces torch's function; arguments are (batch, heads, tokens, width), with this rank's tokens."""
         # `_BypassDetector` compares it with the calls of torch's function.
         self.intercepted_calls += 1
+        # A model that ignores the ids, or derives a mask from the positions of its part, would mix documents.
+        if self._packed and attn_mask is None:
+            raise StrategyError(
+                "under context parallelism, attention of packed documents needs a mask over all keys of the row",
+                found="document_ids in the batch, and a call of scaled_dot_product_attention without attn_mask",
+                fix="pass attn_mask=document_mask(batch['document_ids'], part=rank, parts=size) with rank and size of "
+                'the context axis; or cp=1; or pack(ids="row"), which lets the documents of a row see each other',
+            )
         options: Keywords = {
             "dropout_p": dropout_p,
             "scale": scale,
