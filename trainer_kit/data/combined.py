@@ -416,6 +416,8 @@ class CombinedSource(Source):
         # Positions in exact loaders follow from the step; the states of generators do not.
         follows_from_step = self.exact and not self.generators
         self.stateful = not options.ordered and not follows_from_step
+        # The positions of its loaders count their batches.
+        self.shared = self.stateful
         self.counts = _concatenate(source.counts for source in self.sources)
         self.workers = _concatenate(source.workers for source in self.sources)
         self._spots: list[Spot] = []
@@ -479,8 +481,9 @@ class CombinedSource(Source):
         raise CheckpointError(
             "loaders",
             None,
-            f"the positions in the loaders of a {self.combined.mode} are known only for the number of ranks that saved",
-            fix="resume with the same number of ranks",
+            f"the positions in the loaders of a {self.combined.mode} are known only for the number of ranks that saved,"
+            " and for its batch sizes",
+            fix="resume with the same number of ranks and batch sizes",
         )
 
     def epoch(

@@ -88,6 +88,7 @@ class LoaderState:
         # A state is restored only into a source of the same kind.
         units = [unit for unit, _ in source.stride]
         self._kind = [kind_of(source), len(source.workers), *units]
+        self._strides = [number for _, number in source.stride]
 
     def check_first(self, check: Callable[[SourceState], object]) -> None:
         """Call ``check`` with the first state, once the first batch was read.
@@ -225,6 +226,7 @@ class LoaderState:
             "rng": None,
             "divided": False,
             "kind": self._kind,
+            "strides": self._strides,
             "workers": list(self._source.workers),
             "alone": self._source.divides_itself,
         }
@@ -243,13 +245,17 @@ class LoaderState:
         if last is not None and list(last["kind"]) == self._kind:
             # Older checkpoints have no such entry: every stream was divided by this library.
             self._source.restore_division(last.get("alone", False))
-        if len(ranks) == self._size:
+        same_ranks = len(ranks) == self._size
+        if same_ranks and not (self._source.shared and self._is_resized(last)):
             saved = ranks[rank]
         else:
             saved = self._resharded(last, len(ranks))
         if saved is None or list(saved["kind"]) != self._kind:
             # The state of another kind of loader: only the position is used.
             return
+        # The state for another number of ranks has been converted.
+        if not saved["divided"]:
+            saved = self._resized(saved)
         saved_workers = list(saved["workers"])
         workers = list(self._source.workers)
         needs_state = saved["state"] is not None or saved["skip"]
@@ -284,8 +290,58 @@ class LoaderState:
             return {**saved, "state": None, "skip": 0, "ended": False}
         if saved["state"] is not None or saved["skip"]:
             further = saved["skip"] * ranks
+            # Of the batches of this run, which may have another size.
+            if list(saved["kind"]) == self._kind:
+                further = self._batches_to_discard(saved, further, self._size)
             saved["state"] = self._source.resharded(saved["state"], further)
         return {**saved, "skip": 0, "divided": True}
+
+    def _is_resized(self, saved: SavedState | None) -> bool:
+        """Whether the batches of a saved state had another size. Older checkpoints hold no sizes."""
+        if saved is None or list(saved["kind"]) != self._kind:
+            return False
+        return saved.get("strides") not in (None, self._strides)
+
+    def _resized(self, saved: SavedState) -> SavedState:
+        """Return a rank's own state for batches of another size."""
+        if not self._is_resized(saved):
+            return saved
+        skip = saved["skip"]
+        # A previous epoch that has ended is read to its end, whatever the size of its batches.
+        if not saved["ended"]:
+            skip = self._batches_to_discard(saved, skip, 1)
+        # Positions of the saved run are not those of this one.
+        return {**saved, "skip": skip, "divided": True}
+
+    def _batches_to_discard(self, saved: SavedState, skip: int, ranks: int) -> int:
+        """Return how many batches of this run have as many samples as those between a saved state and its position.
+
+        Args:
+            saved: the state; its batches may have had another size.
+            skip: the result for batches of the same size; older checkpoints hold no sizes.
+            ranks: number of ranks that share these batches.
+
+        Raises:
+            CheckpointError: no whole number of them.
+        """
+        saved_strides = saved.get("strides")
+        if saved_strides is None:
+            return skip
+        counts = set()
+        for saved_stride, stride in zip(saved_strides, self._strides, strict=True):
+            counts.add(divmod(saved["skip"] * saved_stride * ranks, stride))
+        count, remainder = min(counts)
+        if remainder or len(counts) > 1:
+            before = " and ".join(map(str, saved_strides))
+            now = " and ".join(map(str, self._strides))
+            raise CheckpointError(
+                "loaders",
+                None,
+                f"the position in the stream is known for steps of {before} over all ranks, not for steps of {now}",
+                fix="resume with the batch size of the checkpoint, or with one that divides it",
+            )
+        batches: int = count
+        return batches
 
     def _resume(
         self, saved: SavedState, epoch: int, start: int

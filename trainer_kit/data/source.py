@@ -140,6 +140,8 @@ class Source(ABC):
     once = False
     stateful = False
     """Whether `state` changes with each batch, and `epoch` can start from it."""
+    shared = False
+    """Whether all ranks read one stream, so that a state is valid for this number of ranks and samples of a batch."""
     rolls = False
     """Whether an epoch may depend on the number of batches read in earlier epochs."""
     workers: Sequence[int] = ()

@@ -442,6 +442,11 @@ class StreamSource(Source):
         check_division(division, options.rank, options.size)
         return True
 
+    @property
+    def shared(self) -> bool:  # type: ignore[override]
+        """Whether this library divides the stream among ranks."""
+        return self.size > 1
+
     def restore_division(self, divides_itself: DividesItself) -> None:
         if self._divides_itself is not None or divides_itself is None:
             return
