@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, TypeAlias, final
+from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
@@ -24,6 +25,7 @@ from trainer_kit.accelerator.wrapping import (
     apply_precision,
     compile_options,
     compiled,
+    remove_precision,
     uncompiled,
     unwrap,
 )
@@ -107,6 +109,8 @@ class Prepared:
         rng_types: Iterable[object] | None,
     ) -> None:
         self.models: list[nn.Module] = []
+        # Of the user, with those for evaluation only and those whose wrapping failed. Weak: they may go earlier.
+        self._changed_models: WeakSet[nn.Module] = WeakSet()
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
         self.loaders: list[PreparedLoader] = []
@@ -218,6 +222,7 @@ class Prepared:
         if self.checks.active and not evaluation_mode and not compiles:
             self.checks.expect_call(model)
         # Conversion before wrapping: wrappers take parameters and their dtypes as they are, and FSDP shards them.
+        self._changed_models.add(model)
         self._precision.convert_module(model)
         apply_precision(model, self._precision)
         # Blocks are compiled before the model is sharded, so that FSDP's hooks stay outside of the graphs.
@@ -580,9 +585,11 @@ class Prepared:
         return lines
 
     def clear(self) -> None:
-        """Release all prepared objects; the users' models have their own forward again."""
-        for model in self.models:
-            unwrap(model, keep_fp32_wrapper=False)
+        """Release all prepared objects; the users' models have their own forward, and blocks run uncompiled."""
+        for model in self._changed_models:
+            remove_precision(model)
+            Compile().undo(model)
+        self._changed_models.clear()
         self.models.clear()
         self.optimizers.clear()
         self.schedulers.clear()

@@ -335,7 +335,7 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
         compile_kwargs: arguments of ``torch.compile``.
     """
     if units(module, None):
-        Compile(options=compile_kwargs).apply(module)
+        Compile(options=compile_kwargs, lasting=True).apply(module)
     else:
         module.compile(**compile_kwargs)
     return module

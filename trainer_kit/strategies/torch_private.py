@@ -61,6 +61,7 @@ __all__ = [
     "excluded_from_compilation",
     "find_reset",
     "flatten_mesh",
+    "get_compiled_call",
     "global_step_post_hooks",
     "global_step_pre_hooks",
     "has_compiled_call",
@@ -72,6 +73,7 @@ __all__ = [
     "multiply_each",
     "norm_of_each",
     "reduced_parameters",
+    "remove_compiled_call",
     "replace_reducer",
     "ring_attention",
     "set_compiled_call",
@@ -159,9 +161,20 @@ def has_compiled_call(block: nn.Module) -> bool:
     return block._compiled_call_impl is not None
 
 
+def get_compiled_call(block: nn.Module) -> object:
+    """The compiled code that calls of a module run; None if they run none."""
+    return block._compiled_call_impl
+
+
 def set_compiled_call(block: nn.Module, call: Callable[..., object]) -> None:
     """Make calls of a module run ``call``; hooks and names stay, which a wrapper would change."""
     block._compiled_call_impl = call
+
+
+def remove_compiled_call(block: nn.Module) -> None:
+    """Make calls of a module run its own code again."""
+    # Deleted, so that torch's default is found on the class.
+    del block.__dict__["_compiled_call_impl"]
 
 
 def has_compiled_function(method: object) -> bool:

@@ -66,7 +66,7 @@ from trainer_kit.step.requests import requeue_once, terminable
 from trainer_kit.step.run import Fit
 from trainer_kit.step.teardown import Teardown
 from trainer_kit.strategies.strategy import Strategy
-from trainer_kit.strategies.transforms.blocks import ActivationCheckpointing
+from trainer_kit.strategies.transforms.blocks import ActivationCheckpointing, Compile
 from trainer_kit.training.auto_strategy import build_module
 from trainer_kit.training.check_module import (
     check_datamodule,
@@ -340,6 +340,8 @@ class EntryPoint:
         self.trainer.strategy.stop()
         if self.trainer.options.recomputes is not False:
             ActivationCheckpointing().undo(self.module)
+        if self.trainer.options.compile_regional:
+            Compile().undo(self.module)
         run = self.trainer.run
         # The fit stays readable after its end, and must not hold batches, process groups and buffers of that time.
         if run is not None:

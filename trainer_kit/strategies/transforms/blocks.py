@@ -19,7 +19,9 @@ from trainer_kit.core.signatures import takes
 from trainer_kit.core.types import Function
 from trainer_kit.strategies.torch_private import (
     call_block,
+    get_compiled_call,
     has_compiled_call,
+    remove_compiled_call,
     set_compiled_call,
 )
 from trainer_kit.strategies.transforms.transform import Transform
@@ -301,6 +303,11 @@ class _RecomputedForward:
 
 
 @final
+class _TemporaryCall(partial[object]):
+    """A compiled call of a block that `Compile.undo` removes; a user's own, of ``nn.Module.compile``, is none."""
+
+
+@final
 class Compile(Transform):
     """``torch.compile`` of each block instead of the whole step (regional compilation).
 
@@ -312,6 +319,7 @@ class Compile(Transform):
     Args:
         policy: selects the modules, see `units`.
         options: options of ``torch.compile``.
+        lasting: `undo` leaves the blocks compiled.
 
     Example:
         >>> import torch
@@ -323,10 +331,14 @@ class Compile(Transform):
     """
 
     def __init__(
-        self, policy: Policy = None, options: Mapping[str, Any] | None = None
+        self,
+        policy: Policy = None,
+        options: Mapping[str, Any] | None = None,
+        lasting: bool = False,
     ) -> None:
         self.policy = policy
         self.options = dict(options or {})
+        self.lasting = lasting
 
     def apply(self, module: nn.Module, mesh: DeviceMesh | None = None) -> None:
         """Change the modules in place; a second call changes nothing.
@@ -341,7 +353,16 @@ class Compile(Transform):
                 found=f"no list or sequence in {type(module).__name__} repeats a class that has parameters",
                 fix="compile the whole module: compile=True, or TorchDynamoPlugin(use_regional_compilation=False)",
             )
+        kind: type[partial[object]] = _TemporaryCall
+        if self.lasting:
+            kind = partial
         for block in blocks:
             if not has_compiled_call(block):
                 compiled = torch.compile(call_block, **self.options)
-                set_compiled_call(block, partial(compiled, block))
+                set_compiled_call(block, kind(compiled, block))
+
+    def undo(self, module: nn.Module) -> None:
+        """Run the blocks' own code again: another run may ask for no compilation, or for other options."""
+        for submodule in module.modules():
+            if isinstance(get_compiled_call(submodule), _TemporaryCall):
+                remove_compiled_call(submodule)
