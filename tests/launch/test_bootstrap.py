@@ -187,6 +187,29 @@ def test_under_torchs_agent_an_exception_is_reported_and_printed() -> None:
     assert (_report()["text"], _report()["where"]) == ("bad", "step 2")
 
 
+def test_a_launcher_that_ends_all_ranks_does_not_cut_the_exit_handlers_of_one_that_fails() -> (
+    None
+):
+    script = _script(
+        "import atexit, os, signal\n"
+        "def write():\n    os.kill(os.getpid(), signal.SIGTERM)\n    print('the page')\n"
+        "atexit.register(write)\n"
+        "1 / 0"
+    )
+    ran = _rank(script)
+    assert (ran.returncode, ran.stdout) == (1, "the page\n")
+
+
+def test_a_rank_that_has_a_handler_for_the_end_of_the_launch_keeps_it() -> None:
+    script = _script(
+        "import atexit, os, signal\n"
+        "signal.signal(signal.SIGTERM, lambda *a: print('mine'))\n"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))\n"
+        "1 / 0"
+    )
+    assert _rank(script).stdout == "mine\n"
+
+
 def test_a_rank_without_its_agent_ends() -> None:
     ran = _rank(_script("print('ran')"), TRAINER_KIT_AGENT_PID="1")
     assert (ran.returncode, ran.stdout) == (1, "")

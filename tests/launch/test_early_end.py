@@ -101,6 +101,63 @@ def test_page_and_journal_of_forked_ranks_name_the_rank_that_left(
     check_page_and_journal(tmp_path, f"rank 1 of 2 {verb} at step 2 (", cause)
 
 
+LOOP = """
+import os, sys, torch
+from trainer_kit import Accelerator
+
+if __name__ == "__main__":
+    accelerator = Accelerator(cpu=True, log_with="csv", project_dir=".")
+    accelerator.init_trackers("run")
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(torch.randn(32, 4), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for number, batch in enumerate(loader):
+        if number == 2 and accelerator.process_index == 1:
+            if sys.argv[1] == "raise":
+                raise RuntimeError("the disk is on fire")
+            os._exit(0)
+        loss = model(batch).pow(2).mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        # A step behind that of the optimizer, as many loops count.
+        accelerator.log({"loss": loss}, step=number)
+    accelerator.end_training()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["raise", "os._exit"])
+def test_under_torchrun_a_custom_loop_names_the_rank_that_left(
+    tmp_path: Path, way: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOOP)
+    # It looks at its ranks after they have ended: before, it may end rank 0 while that computes.
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = run_program(
+        tmp_path, [*torchrun, "--monitor-interval", "30", str(script), way]
+    )
+    assert ended.returncode == 1
+    verb, cause = CAUSES[way]
+    if way == "os._exit":
+        cause = "its process has ended without an exception, while other ranks train"
+    lines = ended.stderr.splitlines()
+    # Below the traceback of rank 0, and in what torchrun prints of it.
+    headlines = {
+        line[line.index("rank 1 of 2") :] for line in lines if "rank 1 of 2" in line
+    }
+    (headline,) = headlines
+    assert headline.startswith(f"rank 1 of 2 {verb} at step 2 (")
+    assert headline.endswith(f": {cause}")
+    check_page_and_journal(tmp_path, headline, cause)
+    if way == "raise":
+        root = lines[lines.index("Root Cause (first observed failure):") :]
+        assert any("rank      : 1" in line for line in root)
+        assert any("RuntimeError: the disk is on fire" in line for line in root)
+
+
 CAUSES = {
     "raise": ("failed", "RuntimeError: the disk is on fire"),
     "sys.exit": ("ended", "with exit code 0, while other ranks train"),

@@ -9,6 +9,7 @@ from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
+from weakref import ref
 
 from torch import distributed as dist
 
@@ -33,6 +34,7 @@ from trainer_kit.core.types import Keywords
 from trainer_kit.core.wings import has_wing
 from trainer_kit.hang.hang_timeout import chosen_timeout
 from trainer_kit.hang.hang_watchdog import HangWatchdog, stop_at_exit
+from trainer_kit.launch import report_errors
 from trainer_kit.options.deepspeed import DeepSpeedPlugin
 from trainer_kit.options.fp8 import AORecipeKwargs, FP8Recipe, launched_recipe
 from trainer_kit.options.megatron import MegatronLMPlugin
@@ -318,6 +320,9 @@ def started_strategy(
     options: Options, on_cpu: bool, environment: Environment
 ) -> Strategy:
     """Start the strategy that the user's options select, and return it."""
+    # First: a rank may fail where it joins the others.
+    if environment.launched:
+        report_errors()
     selected = chosen_strategy(options, environment)
     device = "auto"
     if on_cpu:
@@ -477,6 +482,21 @@ def _have_different_tasks() -> bool:
     return TorchCollective.manages_default_group
 
 
+def _report_steps(accumulation: Accumulation, environment: Environment) -> None:
+    """Let the report of an exception that ends this rank say in which step it was raised."""
+    # Weak, for the reports stay until the process ends, and this object knows the user's models.
+    newest = ref(accumulation)
+
+    def position() -> str:
+        counts = newest()
+        if counts is None:
+            return ""
+        return f"step {counts.optimizer_steps}"
+
+    if environment.launched:
+        report_errors(position)
+
+
 def started_watchdog(
     timeout: HangTimeout,
     processes: AcceleratorProcesses,
@@ -484,7 +504,12 @@ def started_watchdog(
     project: ProjectConfiguration,
     note: Callable[[str, str], object],
 ) -> HangWatchdog | None:
-    """Start the hang watchdog; return None for a single process, without a store, or if processes have other tasks."""
+    """Watch the steps of this loop: an error says in which one it was raised, and a watchdog finds hangs.
+
+    Returns:
+        The watchdog; None for a single process, without a store, or if processes have other tasks.
+    """
+    _report_steps(accumulation, processes.environment)
     seconds = chosen_timeout(timeout)
     if not processes.use_distributed or not dist.is_initialized():
         return None

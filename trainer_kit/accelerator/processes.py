@@ -26,6 +26,7 @@ from trainer_kit.core.environment import Environment, pick_device
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.types import Function, Nested
+from trainer_kit.launch import report_errors
 from trainer_kit.launch.options import several_on
 from trainer_kit.options.parallelism import ParallelismConfig
 from trainer_kit.strategies.strategy import Strategy
@@ -405,6 +406,8 @@ class PartialState(Processes):
     def _join(self) -> Strategy:
         """Start the strategy at the first call, and return it."""
         if self._strategy is None:
+            if self.environment.launched:
+                report_errors()
             strategy, *_ = choose_strategy(
                 "auto", self._accelerator, "auto", 1, self.environment
             )

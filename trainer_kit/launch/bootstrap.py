@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -55,6 +56,8 @@ class _Reporter:
         reported = self.pid == os.getpid() and (
             isinstance(error, KeyboardInterrupt) or self.write(error)
         )
+        if reported and not isinstance(error, KeyboardInterrupt):
+            _ignore_end_of_launch()
         # Our agent prints one traceback for all ranks; another launcher prints none.
         if not (reported and "TRAINER_KIT_AGENT_PID" in os.environ):
             self.next_hook(kind, error, trace)
@@ -87,6 +90,17 @@ class _Reporter:
             return False
         self.reported = error
         return True
+
+
+def _ignore_end_of_launch() -> None:
+    """Let the exit handlers write the last values and the page of the run, although the launcher ends all ranks now.
+
+    This rank ends anyway; if it hangs there, the launcher kills it after some seconds.
+    """
+    # A handler of the script knows better what to do. Only the main thread may set one.
+    with contextlib.suppress(ValueError):
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def write_report(
@@ -263,7 +277,6 @@ def _cause_elsewhere(error: BaseException, position: str) -> str:
 def die_with_parent() -> None:
     """Ask the Linux kernel to kill this process when its parent ends."""
     import ctypes
-    import signal
 
     # 1 is PR_SET_PDEATHSIG.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -15,7 +15,7 @@ from typing import Final, TextIO, final
 from trainer_kit.checkpoint.read import read_info, step_of
 from trainer_kit.core.location import is_url
 from trainer_kit.core.types import Function, JsonObject
-from trainer_kit.launch.bootstrap import qualified_name
+from trainer_kit.launch.bootstrap import position_of_rank, qualified_name
 from trainer_kit.launch.failure import describe, find_cause
 from trainer_kit.launch.program import arguments, script
 from trainer_kit.report.collect import JOURNAL, RunDirectory
@@ -181,7 +181,9 @@ class RunReport:
     def _describe(self, error: BaseException) -> dict[str, str]:
         """Describe what ended the run: the failure of another rank, if this one only lost its connection to it."""
         description = _describe_error(error)
-        cause = find_cause(error, qualified_name(error), f"step {self._step()}")
+        # As the exception says it; a custom loop may count the steps that it logs in another way.
+        position = position_of_rank() or f"step {self._step()}"
+        cause = find_cause(error, qualified_name(error), position)
         if cause is None:
             return description
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
