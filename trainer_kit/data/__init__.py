@@ -1,8 +1,10 @@
 """Data for the steps: order and division of samples among ranks, and their transfer to the device.
 
-For users: `shuffle`, `mix` and `pack` make streams of streams whose position is saved exactly.
+For users: `shuffle`, `mix` and `pack` make streams of streams whose position is saved exactly,
+and `token_budget` makes batches of about equal cost.
 """
 
+from trainer_kit.data.budget import TokenBudget, token_budget
 from trainer_kit.data.combined import MODES, CombinedLoader, is_tree, read_together
 from trainer_kit.data.document_masks import document_mask, document_offsets
 from trainer_kit.data.feed import Ahead, Feed
@@ -23,6 +25,7 @@ __all__ = [
     "Feed",
     "Mixture",
     "Stream",
+    "TokenBudget",
     "document_mask",
     "document_offsets",
     "epoch_length",
@@ -32,4 +35,5 @@ __all__ = [
     "pack",
     "read_together",
     "shuffle",
+    "token_budget",
 ]

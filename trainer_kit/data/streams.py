@@ -41,6 +41,7 @@ __all__ = [
     "Cursor",
     "CursorState",
     "Draw",
+    "Indexed",
     "IndexedStream",
     "ReplayedCursor",
     "Sample",
@@ -55,7 +56,7 @@ CursorState: TypeAlias = SourceState
 """Plain data, and NumPy arrays; each class of cursors has its own structure."""
 
 
-class _Indexed(Protocol):
+class Indexed(Protocol):
     """A map-style dataset."""
 
     def __getitem__(self, index: int) -> Sample: ...
@@ -217,7 +218,7 @@ def as_stream(source: object) -> Stream:
     )
 
 
-def _is_indexed(source: object) -> TypeGuard[_Indexed]:
+def _is_indexed(source: object) -> TypeGuard[Indexed]:
     if isinstance(source, IterableDataset):
         return False
     methods = ("__getitem__", "__len__")
@@ -228,7 +229,7 @@ def _is_indexed(source: object) -> TypeGuard[_Indexed]:
 class IndexedStream(Stream):
     """The samples of a map-style dataset or a list, in their order."""
 
-    def __init__(self, source: _Indexed) -> None:
+    def __init__(self, source: Indexed) -> None:
         super().__init__()
         self.source = source
 
