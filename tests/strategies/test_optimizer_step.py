@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import warnings
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -216,6 +217,89 @@ def test_zeros_and_replaced_methods_of_zero_grad() -> None:
     optimizer.zero_grad = lambda *arguments: calls.append(arguments)  # type: ignore[method-assign, assignment]
     drop_gradients_of(optimizer)
     assert calls == [(True,)]
+
+
+FUSED: dict[str, Make] = {
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, fused=True),
+    "momentum": lambda weights: torch.optim.SGD(
+        weights, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, fused=True
+    ),
+    "adam": lambda weights: torch.optim.Adam(weights, fused=True, weight_decay=0.1),
+    "adamw": lambda weights: torch.optim.AdamW(weights, fused=True),
+    "amsgrad": lambda weights: torch.optim.AdamW(weights, fused=True, amsgrad=True),
+    "maximize": lambda weights: torch.optim.Adam(weights, fused=True, maximize=True),
+}
+
+
+def train_fused(kind: str, direct: bool) -> tuple[list[Tensor], str, list[int]]:
+    """Weights, states and calls of each step, while much of what may happen to an optimizer happens."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    parts = [
+        {"params": net[0].parameters()},
+        {"params": net[2].parameters(), "lr": 0.05},
+    ]
+    optimizer = FUSED[kind](parts)
+    step = direct_step(optimizer) if direct else optimizer.step
+    calls = []
+    for turn in range(16):
+        optimizer.zero_grad()
+        backward(net)
+        if turn == 4:
+            optimizer.param_groups[0]["lr"] = 0.02
+        if turn == 5:
+            net[0].bias.grad = None
+        if turn == 7:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        if turn == 9:
+            extra = nn.Parameter(torch.ones(2))
+            optimizer.add_param_group({"params": [extra]})
+        if turn >= 9:
+            extra.grad = torch.ones(2)
+        if turn == 12:
+            for state in optimizer.state.values():
+                state.update(
+                    {
+                        name: value.clone()
+                        for name, value in state.items()
+                        if value is not None
+                    }
+                )
+        if turn == 14:
+            optimizer.param_groups[1]["lr"] = torch.tensor(0.01)
+        calls.append(python_calls(step))
+    weights = [weight.detach() for weight in [*net.parameters(), extra]]
+    return weights, str(optimizer.state_dict()), calls
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_fused_steps_are_bit_identical_whatever_changes(kind: str) -> None:
+    expected, expected_state, _ = train_fused(kind, direct=False)
+    weights, state, calls = train_fused(kind, direct=True)
+    assert state == expected_state
+    for before, weight in zip(expected, weights, strict=True):
+        assert torch.equal(before, weight)
+    # The shorter way in the usual step; torch's own where a gradient is missing, and with a tensor as learning rate.
+    assert calls[3] < calls[5]
+    assert calls[3] < calls[15]
+    assert calls[3] == calls[4] == calls[6]
+
+
+def test_fused_kernels_divide_by_a_scale_in_torchs_own_step() -> None:
+    net, optimizer = make("adamw fused")
+    before = [weight.detach().clone() for weight in net.parameters()]
+    step = direct_step(optimizer)
+    for _ in range(2):
+        backward(net)
+        step()
+    after = [weight.detach().clone() for weight in net.parameters()]
+    assert not torch.equal(before[0], after[0])
+    # As a gradient scaler does whose gradients have overflowed.
+    optimizer.grad_scale = torch.tensor(2.0)  # type: ignore[attr-defined]
+    optimizer.found_inf = torch.tensor(1.0)  # type: ignore[attr-defined]
+    step()
+    for expected, weight in zip(after, net.parameters(), strict=True):
+        assert torch.equal(expected, weight)
 
 
 class Regression(tk.TrainModule):

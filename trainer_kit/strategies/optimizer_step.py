@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from trainer_kit.core.types import Function, SavedState
+from trainer_kit.strategies.fused_step import FusedUpdate, has_fused_update
 from trainer_kit.strategies.signatures import StepMethod
 from trainer_kit.strategies.torch_private import (
     STEP_POST_HOOKS,
@@ -92,6 +93,7 @@ def direct_step(optimizer: Optimizer) -> StepMethod:
     instance_step = attributes.get("step")
     class_step = kind.step
     update = _find_update(optimizer)
+    fused = FusedUpdate(optimizer) if has_fused_update(optimizer) else None
 
     def step(*arguments: Any, **options: Any) -> object:
         nonlocal instance_step, class_step, update
@@ -111,6 +113,9 @@ def direct_step(optimizer: Optimizer) -> StepMethod:
         mode = torch.is_grad_enabled()
         set_grad_mode(False)
         try:
+            # With a closure, the gradients are not there yet.
+            if fused is not None and not arguments and not options and fused.run():
+                return None
             return update.function(updated, *arguments, **options)
         finally:
             set_grad_mode(mode)

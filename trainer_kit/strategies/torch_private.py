@@ -61,6 +61,9 @@ __all__ = [
     "excluded_from_compilation",
     "find_reset",
     "flatten_mesh",
+    "fused_adam",
+    "fused_adamw",
+    "fused_sgd",
     "get_compiled_call",
     "global_step_post_hooks",
     "global_step_pre_hooks",
@@ -139,6 +142,11 @@ def find_reset(layer: nn.Module) -> Any:
 multiply_each: Final[Callable[..., object]] = torch._foreach_mul_
 add_to_each: Final[Callable[..., object]] = torch._foreach_add_
 norm_of_each: Final[Callable[..., Sequence[Tensor]]] = torch._foreach_norm
+
+# The kernels of optimizers with `fused=True`, which they call themselves. Without one such an optimizer does not exist.
+fused_sgd: Final[Callable[..., object]] = torch._fused_sgd_
+fused_adam: Final[Callable[..., object]] = torch._fused_adam_
+fused_adamw: Final[Callable[..., object]] = torch._fused_adamw_
 
 # -- the compiler -------------------------------------------------------------------------------------------------
 
