@@ -20,6 +20,17 @@ PLACES = {
         "callbacks/__init__.py": "the table of public names",
         "callbacks/__init__.pyi": "written from the table",
     },
+    "TrackioLogger": {
+        "loggers/trackio.py": "the definition",
+        "loggers/table.py": "the table of loggers",
+        "loggers/__init__.pyi": "written from the table",
+    },
+    "trackio": {
+        "loggers/trackio.py": "the definition",
+        "loggers/table.py": "the table of loggers",
+        "loggers/__init__.pyi": "written from the table",
+        "accelerator/trackers.py": "the enum of Accelerate, whose members type checkers know",
+    },
 }
 """By name, the files of the package that may name it, each with the reason."""
 

@@ -35,6 +35,7 @@ from trainer_kit.core.registry import LOGGERS, PRECISIONS, STRATEGIES
 from trainer_kit.core.signatures import check_overrides
 from trainer_kit.core.types import Function, Keywords, LoggerLike
 from trainer_kit.core.wings import has_wing, need_wing
+from trainer_kit.loggers.table import LOGGER_ROWS
 from trainer_kit.precision.aliases import WORDS, make_precision
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.single import SingleDeviceStrategy
@@ -102,22 +103,9 @@ STRATEGIES.supply(
     "megatron", "trainer_kit.strategies.megatron.strategy:MegatronStrategy"
 )
 STRATEGIES.supply("single_device", "trainer_kit.strategies.single:SingleDeviceStrategy")
-for _word, _name in {
-    "aim": "AimLogger",
-    "clearml": "ClearMLLogger",
-    "comet": "CometLogger",
-    "comet_ml": "CometLogger",
-    "csv": "CSVLogger",
-    "dummy": "DummyLogger",
-    "dvclive": "DVCLiveLogger",
-    "jsonl": "JSONLLogger",
-    "mlflow": "MLFlowLogger",
-    "swanlab": "SwanLabLogger",
-    "tensorboard": "TensorBoardLogger",
-    "trackio": "TrackioLogger",
-    "wandb": "WandbLogger",
-}.items():
-    LOGGERS.supply(_word, f"trainer_kit.loggers:{_name}")
+for _row in LOGGER_ROWS:
+    for _word in _row.names:
+        LOGGERS.supply(_word, f"trainer_kit.loggers:{_row.class_name}")
 
 
 def with_launchers(

@@ -35,6 +35,7 @@ from trainer_kit.core.wings import has_wing
 from trainer_kit.hang.hang_timeout import chosen_timeout
 from trainer_kit.hang.hang_watchdog import HangWatchdog, stop_at_exit
 from trainer_kit.launch import report_errors
+from trainer_kit.loggers.table import LOGGER_ROWS
 from trainer_kit.options.deepspeed import DeepSpeedPlugin
 from trainer_kit.options.fp8 import AORecipeKwargs, FP8Recipe, launched_recipe
 from trainer_kit.options.megatron import MegatronLMPlugin
@@ -94,19 +95,6 @@ _PLUGINS: Final[dict[str, type]] = {
     "deepspeed_plugin": DeepSpeedPlugin,
     "strategy": Strategy,
 }
-
-# The trackers of log_with="all".
-_ALWAYS_INSTALLED: Final = ("tensorboard", "csv", "jsonl")
-_IF_INSTALLED: Final = (
-    "wandb",
-    "mlflow",
-    "comet_ml",
-    "clearml",
-    "aim",
-    "dvclive",
-    "swanlab",
-    "trackio",
-)
 
 # Plugins by the launcher's names; DeepSpeed's plugin is passed with the other DeepSpeed plugins.
 _LAUNCHED: Final[dict[str, type]] = {
@@ -456,9 +444,11 @@ def named_trackers(log_with: object) -> list[str | Tracker]:
         return trackers
     objects = [tracker for tracker in trackers if not isinstance(tracker, str)]
     names = [name for name in trackers if isinstance(name, str) and name != "all"]
-    names += _ALWAYS_INSTALLED
-    # Found without being imported, which takes seconds for some trackers.
-    names += [name for name in _IF_INSTALLED if importlib.util.find_spec(name)]
+    for row in LOGGER_ROWS:
+        # Found without being imported, which takes seconds for some trackers.
+        is_installed = row.package and importlib.util.find_spec(row.package)
+        if row.in_directory or is_installed:
+            names.append(row.names[0])
     # A tracker that is named next to "all" is started once.
     return [*objects, *dict.fromkeys(names)]
 

@@ -29,6 +29,7 @@ from trainer_kit.core.display import bar_class
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.seed import order_seed
 from trainer_kit.core.types import Function, Loaders
+from trainer_kit.loggers.table import LOGGER_ROWS
 from trainer_kit.options.deepspeed import DeepSpeedPlugin
 from trainer_kit.options.records import (
     AutocastKwargs,
@@ -41,21 +42,12 @@ from trainer_kit.strategies.transforms.blocks import Compile, units
 
 __all__ = [
     "AcceleratorState",
-    "AimTracker",
-    "ClearMLTracker",
-    "CometMLTracker",
-    "DVCLiveTracker",
     "DataLoaderDispatcher",
     "DataLoaderShard",
     "GatheredParameters",
     "GradientState",
-    "MLflowTracker",
     "PreparedLoaderType",
     "SkipDataLoader",
-    "SwanLabTracker",
-    "TensorBoardTracker",
-    "TrackioTracker",
-    "WandBTracker",
     "compile_regions",
     "copy_tensor_to_devices",
     "extract_model_from_parallel",
@@ -588,12 +580,6 @@ def _tracker(kind: str, name: str) -> Function:
     )
 
 
-AimTracker = _tracker("AimTracker", "aim")
-ClearMLTracker = _tracker("ClearMLTracker", "clearml")
-CometMLTracker = _tracker("CometMLTracker", "comet_ml")
-DVCLiveTracker = _tracker("DVCLiveTracker", "dvclive")
-MLflowTracker = _tracker("MLflowTracker", "mlflow")
-SwanLabTracker = _tracker("SwanLabTracker", "swanlab")
-TensorBoardTracker = _tracker("TensorBoardTracker", "tensorboard")
-TrackioTracker = _tracker("TrackioTracker", "trackio")
-WandBTracker = _tracker("WandBTracker", "wandb")
+for _row in LOGGER_ROWS:
+    if _row.accelerate_name:
+        globals()[_row.accelerate_name] = _tracker(_row.accelerate_name, _row.names[0])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final, TypeAlias, TypeVar, final
+from typing import Any, TypeAlias, TypeVar, final
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
@@ -43,6 +43,7 @@ from trainer_kit.loggers.delivery import Deliveries
 from trainer_kit.loggers.journal import JSONLLogger
 from trainer_kit.loggers.layout import DirectoryLogger, flatten, params_dict, plain
 from trainer_kit.loggers.run_logger import RunLogger
+from trainer_kit.loggers.table import find_row
 from trainer_kit.options.records import ProjectConfiguration
 from trainer_kit.report.events import read_events
 from trainer_kit.report.running import RunReport
@@ -57,22 +58,6 @@ __all__ = [
     "on_main_process",
     "register_tracker_class",
 ]
-
-_IN_DIRECTORY: Final = ("tensorboard", "csv", "jsonl")
-_ONE_RUN: Final = ("csv", "jsonl")
-"""Trackers whose file holds one run; TensorBoard writes another file for each, into the directory of the project."""
-_PROJECT: Final = {
-    "aim": "experiment",
-    "clearml": "project_name",
-    "comet": "project",
-    "comet_ml": "project",
-    "dvclive": "run_name",
-    "mlflow": "experiment_name",
-    "swanlab": "project",
-    "trackio": "project",
-    "wandb": "project",
-}
-"""The argument of a tracker's logger that takes the name of the project."""
 
 Tracker: TypeAlias = "GeneralTracker | Logger"
 """A tracker of the user, or a logger of a Trainer."""
@@ -724,14 +709,17 @@ class Trackers:
         project: str,
         options: Keywords,
     ) -> Any:
-        if name in _PROJECT:
+        row = find_row(name)
+        if row is None:
+            return kind(**options)
+        if row.project:
             save_dir = self._project.logging_path or "."
-            return kind(**{_PROJECT[name]: project, "save_dir": save_dir, **options})
-        if name in _ONE_RUN and "version" not in options:
+            return kind(**{row.project: project, "save_dir": save_dir, **options})
+        if row.holds_one_run and "version" not in options:
             logger = kind(self._directory(name), **{"name": project, **options})
             self._write_into_run_directory(logger)
             return logger
-        if name in _IN_DIRECTORY:
+        if row.in_directory:
             arguments = {"name": project, "version": "", **options}
             return kind(self._directory(name), **arguments)
         return kind(**options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from trainer_kit.core.lazy import locate_names
+from trainer_kit.loggers.table import LOGGER_ROWS, service_packages
 
 __all__ = ["ARGUMENTS", "ELSEWHERE", "LIBRARY", "PATHS"]
 
@@ -13,12 +14,12 @@ ARGUMENTS: Final[dict[str, dict[str, object]]] = {}
 
 # One text instead of fifty entries: their functions are made from the tables of `accelerate_probes`.
 _PROBES: Final = (
-    "4bit_bnb 8bit_bnb aim amdsmi bf16 bitsandbytes_multi_backend boto3 clearml comet_ml cuda datasets deepspeed "
-    "dvclive fp16 fp8 hpu import_timer lomo matplotlib megatron_lm mlflow mlu mps msamp musa neuron npu numpy pandas "
-    "peft pippy pynvml pytest rich rocm sagemaker schedulefree sdaa swanlab tensorboard timm torch_distributed torchao "
-    "torchdata torchdata_stateful_dataloader torchvision tqdm trackio transformer_engine transformers triton wandb "
-    "weights_only xccl xpu"
+    "4bit_bnb 8bit_bnb amdsmi bf16 bitsandbytes_multi_backend boto3 cuda datasets deepspeed fp16 fp8 hpu import_timer "
+    "lomo matplotlib megatron_lm mlu mps msamp musa neuron npu numpy pandas peft pippy pynvml pytest rich rocm "
+    "sagemaker schedulefree sdaa tensorboard timm torch_distributed torchao torchdata torchdata_stateful_dataloader "
+    "torchvision tqdm transformer_engine transformers triton weights_only xccl xpu"
 )
+_TRACKERS: Final = " ".join(row.accelerate_name for row in LOGGER_ROWS)
 _HOMES: Final[dict[str, str]] = {
     "accelerator": "Accelerator PartialState broadcast broadcast_object_list gather gather_object pad_across_processes "
     "reduce synchronize_rng_states",
@@ -31,10 +32,9 @@ _HOMES: Final[dict[str, str]] = {
     "accelerator.optimizer": "AcceleratedOptimizer AcceleratedScheduler",
     "accelerator.processes": "DistributedType",
     "accelerator.samplers": "BatchSamplerShard IterableDatasetShard SeedableRandomSampler",
-    "accelerator.script_names": "AcceleratorState AimTracker ClearMLTracker CometMLTracker "
-    "DVCLiveTracker DataLoaderAdapter=PreparedLoaderType DataLoaderDispatcher DataLoaderShard "
-    "DataLoaderStateMixin=PreparedLoaderType GatheredParameters GradientState MLflowTracker "
-    "SkipDataLoader SwanLabTracker TensorBoardTracker TrackioTracker WandBTracker "
+    "accelerator.script_names": f"{_TRACKERS} AcceleratorState "
+    "DataLoaderAdapter=PreparedLoaderType DataLoaderDispatcher DataLoaderShard "
+    "DataLoaderStateMixin=PreparedLoaderType GatheredParameters GradientState SkipDataLoader "
     "compile_regions copy_tensor_to_devices extract_model_from_parallel get_active_deepspeed_plugin "
     "get_mixed_precision_context_manager get_sampler is_initialized load_fsdp_model merge_fsdp_weights "
     "prepare_data_loader save save_fsdp_model synchronize_rng_state tqdm wait_for_everyone",
@@ -50,7 +50,9 @@ _HOMES: Final[dict[str, str]] = {
     "save_offload_index set_module_tensor_to_device",
     "compat.accelerate_probes": "compare_versions deepspeed_required is_bnb_available is_habana_gaudi1 "
     "is_torch_version is_torch_xla_available is_transformer_engine_mxfp8_available torchao_required "
-    + " ".join(f"is_{feature}_available" for feature in _PROBES.split()),
+    + " ".join(
+        f"is_{feature}_available" for feature in (*_PROBES.split(), *service_packages())
+    ),
     "compat.accelerate_utilities": "BaseEnum CPUInformation CannotPadNestedTensorWarning ComputeEnvironment "
     "CustomDtype DynamoBackend EnumWithContains=BaseEnum FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_MODEL_NAME "
     "FSDP_SHARDING_STRATEGY FSDP_STATE_DICT_TYPE MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME PrecisionType "

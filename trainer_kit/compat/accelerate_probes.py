@@ -13,6 +13,7 @@ from packaging.version import Version
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.types import Function
+from trainer_kit.loggers.table import service_packages
 
 __all__ = [
     "compare_versions",
@@ -31,20 +32,15 @@ _Decorated = TypeVar("_Decorated", bound=Function)
 _PACKAGES: Final = {
     "4bit_bnb": "bitsandbytes",
     "8bit_bnb": "bitsandbytes",
-    "aim": "aim",
     "amdsmi": "amdsmi",
     "bitsandbytes_multi_backend": "bitsandbytes",
     "boto3": "boto3",
-    "clearml": "clearml",
-    "comet_ml": "comet_ml",
     "datasets": "datasets",
     "deepspeed": "deepspeed",
-    "dvclive": "dvclive",
     "fp8": "torchao transformer_engine",
     "import_timer": "import_timer",
     "matplotlib": "matplotlib",
     "megatron_lm": "megatron",
-    "mlflow": "mlflow",
     "numpy": "numpy",
     "pandas": "pandas",
     "peft": "peft",
@@ -53,7 +49,6 @@ _PACKAGES: Final = {
     "rich": "rich",
     "sagemaker": "sagemaker",
     "schedulefree": "schedulefree",
-    "swanlab": "swanlab",
     "tensorboard": "tensorboard tensorboardX",
     "timm": "timm",
     "torchao": "torchao",
@@ -61,11 +56,10 @@ _PACKAGES: Final = {
     "torchdata_stateful_dataloader": "torchdata",
     "torchvision": "torchvision",
     "tqdm": "tqdm",
-    "trackio": "trackio",
     "transformer_engine": "transformer_engine",
     "transformers": "transformers",
     "triton": "triton",
-    "wandb": "wandb",
+    **{package: package for package in service_packages()},
 }
 """For each word in ``is_<feature>_available``, the modules of which one must be installed."""
 

@@ -5,20 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 from trainer_kit.core.lazy import lazy_names, locate_names
+from trainer_kit.loggers.table import LOGGER_ROWS
 
 _HOMES: Final = {
-    "aim": "AimLogger",
-    "clearml": "ClearMLLogger",
-    "comet": "CometLogger",
-    "csv_logs": "CSVLogger",
-    "dvclive": "DVCLiveLogger",
+    **{row.module: row.class_name for row in LOGGER_ROWS},
     "journal": "JSONLLogger read_journal",
-    "layout": "DummyLogger",
-    "mlflow": "MLFlowLogger",
-    "swanlab": "SwanLabLogger",
-    "tensorboard": "TensorBoardLogger",
-    "trackio": "TrackioLogger",
-    "wandb": "WandbLogger",
     ".core.protocols": "Logger",
 }
 __all__ = sorted(locate_names(_HOMES))

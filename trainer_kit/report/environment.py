@@ -11,13 +11,14 @@ from functools import cache
 from typing import Final
 
 from trainer_kit.core.display import mask_secrets
+from trainer_kit.loggers.table import service_packages
 
 __all__ = ["describe_environment"]
 
 _PACKAGES: Final = (
     "torch", "numpy", "safetensors", "torchdata", "torchmetrics", "transformers", "accelerate", "lightning",
     "deepspeed", "torchao", "bitsandbytes", "tensorboard",
-    "wandb", "mlflow", "comet-ml", "clearml", "aim", "dvclive", "swanlab", "trackio",
+    *(package.replace("_", "-") for package in service_packages()),
 )  # fmt: skip
 _VARIABLES: Final = (
     "TRAINER_KIT_", "ACCELERATE_", "CUDA_", "NCCL_", "GLOO_", "TORCH", "OMP_NUM_THREADS", "MASTER_", "RANK",
