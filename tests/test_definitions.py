@@ -31,6 +31,15 @@ PLACES = {
         "loggers/__init__.pyi": "written from the table",
         "accelerator/trackers.py": "the enum of Accelerate, whose members type checkers know",
     },
+    "on_before_zero_grad": {
+        "core/hooks.py": "the definition, for callbacks and for modules",
+        "step/optimize.py": "the call",
+        "training/explain.py": "the loop as explain() prints it",
+        "verify/reference.py": "the call of the loop that verify compares with",
+    },
+    "on_test_epoch_start": {
+        "core/hooks.py": "the definition; the call makes the name from the verb",
+    },
 }
 """By name, the files of the package that may name it, each with the reason."""
 

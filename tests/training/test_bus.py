@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +14,10 @@ import torch
 from trainer_kit import Callback, DataModule, Trainer, TrainModule
 from trainer_kit.callbacks import LambdaCallback
 from trainer_kit.core.errors import ConfigurationError, HookError
+from trainer_kit.core.hooks import HOOK_FACTS, ModuleHooks, hooks_where
 from trainer_kit.step.bus import Bus, sorted_callbacks
+
+PACKAGE = Path(__file__).parents[2] / "trainer_kit"
 
 
 class Module(TrainModule):
@@ -46,10 +52,60 @@ def test_a_hook_without_an_override_has_no_listener():
 
 
 def test_every_hook_of_the_specification_has_a_field():
-    assert set(Bus.names()) == {
-        name for name in vars(Callback) if name.startswith("on_")
-    }
-    assert set(Bus.names()) | {"on_train_epoch_end_late"} == set(Bus.__annotations__)
+    bus, *_ = make_bus()
+    hooks = [name for name in vars(Callback) if name.startswith("on_")]
+    assert [*vars(bus)] == Bus.names() == [*hooks, "on_train_epoch_end_late"]
+
+
+def test_the_library_asks_a_bus_for_its_hooks_only():
+    """A bus has the hooks of the specification, and no list that a type checker could read."""
+    asked = set()
+    for path in PACKAGE.rglob("*.py"):
+        asked |= set(re.findall(r"\bbus\.(on_\w+)", path.read_text(encoding="utf-8")))
+    assert len(asked) >= 20
+    assert asked <= set(Bus.names())
+
+
+@pytest.mark.parametrize("name", sorted(vars(Callback)))
+def test_a_module_has_the_hooks_of_a_callback(name):
+    """With the same parameters after trainer and module, the same result, and the same text."""
+    if not name.startswith("on_"):
+        return
+    # A sanity check is a validation for the module.
+    if name in ("on_sanity_check_start", "on_sanity_check_end"):
+        assert not hasattr(ModuleHooks, name)
+        return
+    hook, module_hook = getattr(Callback, name), getattr(ModuleHooks, name)
+    assert inspect.getdoc(hook) == inspect.getdoc(module_hook)
+    signature = inspect.signature(hook)
+    own, _, _, *parameters = signature.parameters.values()
+    assert inspect.signature(module_hook) == signature.replace(
+        parameters=[own, *parameters]
+    )
+    assert set(inspect.signature(hook).parameters) >= {"trainer", "pl_module"}
+
+
+def test_facts_of_hooks():
+    """What the parts of the library that treat hooks by their kind take from the specification."""
+    assert set(HOOK_FACTS) == {name for name in vars(Callback) if name[:3] == "on_"}
+    step = {"on_train_step_end", "on_before_optimizer_step", "on_before_zero_grad"}
+    assert hooks_where(counts="st") == step
+    backward = {"on_before_backward", "on_after_backward"}
+    batch = {"on_train_batch_start", "on_train_batch_end"}
+    assert hooks_where(counts="ba") == backward | batch
+    assert hooks_where(logs="batch") == step | backward | batch
+    epoch = {"on_train_epoch_start", "on_train_epoch_end"}
+    assert hooks_where(counts="ep") == epoch
+    assert hooks_where(inside="epoch") == epoch | batch
+    assert hooks_where(inside="batch") == backward | step - {"on_train_step_end"}
+    ends = {"on_train_batch_end", "on_train_epoch_end", "on_train_step_end"}
+    assert hooks_where(leads=True) == (
+        (epoch | batch | step | backward | {"on_train_start"}) - ends
+    )
+    for name in hooks_where(logs="epoch"):
+        assert name.startswith(
+            ("on_train_start", "on_train_epoch", "on_validation", "on_test", "on_check")
+        )
 
 
 def test_callbacks_receive_trainer_and_module_by_position_and_precede_the_module():
@@ -169,7 +225,7 @@ def test_the_datamodule_receives_only_exceptions_and_is_last():
 def test_a_silent_bus_has_every_field_and_no_listener():
     bus, *_ = make_bus(LambdaCallback(on_fit_start=lambda t, m: None))
     quiet = bus.silent()
-    assert all(getattr(quiet, name) == () for name in Bus.__annotations__)
+    assert all(getattr(quiet, name) == () for name in Bus.names())
     assert bus.on_fit_start != ()
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar, cast, final
 
 from trainer_kit.callbacks.conditions import following, in_run
 from trainer_kit.core.errors import ConfigurationError, HookError, did_you_mean
-from trainer_kit.core.hooks import Callback
+from trainer_kit.core.hooks import HOOK_FACTS, Callback, hooks_where
 from trainer_kit.core.progress import Duration, DurationLike
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 from trainer_kit.core.signatures import takes
@@ -19,16 +19,6 @@ from trainer_kit.step.schedule import check_tokens
 
 __all__ = ["FunctionCallback", "LambdaCallback"]
 
-_LEADING: Final = (
-    "on_train_start",
-    "on_train_epoch_start",
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-)
-"""These hooks run before the first batch, epoch or step is completed, so they see a count of zero."""
 _HOOKS: Final = {
     name: list(inspect.signature(method).parameters.values())[1:]
     for name, method in vars(Callback).items()
@@ -141,7 +131,7 @@ class FunctionCallback(Callback):
         self._uncounted = 0
         if self.event == "on_train_epoch_end" and self.every is not None:
             self._uncounted = int(self.every.unit == "ep")
-        self._is_leading = self.event in _LEADING
+        self._is_leading = self.event in hooks_where(leads=True)
         self._counter = "step"
         self._length = 1.0
         # Never due until `on_fit_start` has set it: hooks before it have no counts to compare with.
@@ -266,13 +256,6 @@ def _check_function(hook: str, function: Function, label: str) -> None:
     )
 
 
-_STEP_HOOKS: Final = (
-    "on_train_step_end",
-    "on_before_optimizer_step",
-    "on_before_zero_grad",
-)
-
-
 def _parse_interval(hook: str, every: DurationLike) -> Duration:
     if hook in ("setup", "on_fit_start"):
         raise ConfigurationError(
@@ -280,12 +263,8 @@ def _parse_interval(hook: str, every: DurationLike) -> Duration:
         )
     # Elsewhere a bare number has no obvious unit, and is refused.
     unit = None
-    if hook.startswith("on_train_batch") or hook.endswith("_backward"):
-        unit = "ba"
-    elif hook.startswith("on_train_epoch"):
-        unit = "ep"
-    elif hook in _STEP_HOOKS:
-        unit = "st"
+    if hook in HOOK_FACTS:
+        unit = HOOK_FACTS[hook].counts
     interval = Duration.parse(every, unit)
     if interval.value == 0:
         raise ConfigurationError(

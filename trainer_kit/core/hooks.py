@@ -1,17 +1,31 @@
-"""The hook specification: which hooks exist, their arguments, and when they are called.
+"""The hook specification: which hooks exist, their arguments, when they are called, and what holds there.
 
 Users subclass `Callback`; `ModuleHooks` and `DataHooks` are the hooks of modules and datamodules. The bus calls only
 overridden hooks, so their bodies are empty, except those that set training and evaluation mode.
 ``tests/training/test_hook_order.py`` checks the order, which docs/design.md describes.
+
+A hook is added here, twice if modules have it too, and called where it happens. The bus, `HOOK_FACTS`, the hooks of
+`LambdaCallback`, the adapters of other libraries and docs/hooks.md read the methods.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, cast
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Final,
+    Literal,
+    TypeAlias,
+    TypeVar,
+    cast,
+    final,
+)
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
@@ -54,11 +68,14 @@ if getattr(rank_zero_only, "rank", None) is None:
     rank_zero_only.rank = _rank  # type: ignore[attr-defined]
 
 __all__ = [
+    "HOOK_FACTS",
     "RUNNING_MODULE",
     "Callback",
     "DataHooks",
+    "HookFacts",
     "ModuleHooks",
     "forget_modes",
+    "hooks_where",
     "keep_modes",
     "restore_modes",
 ]
@@ -69,6 +86,46 @@ RUNNING_MODULE: Final[ContextVar[ModuleLike | None]] = ContextVar(
 """The module of the running entry point, which records the values of `Callback.log`."""
 
 __getattr__ = other_names(__name__)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class HookFacts:
+    """What holds in a hook, for the parts of the library that treat hooks by their kind.
+
+    Attributes:
+        logs: what a value that is logged in it belongs to: an epoch, a batch, or nothing, as it cannot be logged.
+        counts: the unit of a bare number as the interval of a function at this hook: batches, epochs or steps; None:
+            the interval needs a unit.
+        leads: whether it runs before the first of what it counts is completed, so that it sees a count of zero.
+        inside: whether Lightning's counts take it for a part of a training batch, or of an epoch.
+    """
+
+    logs: Literal["epoch", "batch", "never"] = "epoch"
+    counts: Literal["ba", "ep", "st"] | None = None
+    leads: bool = False
+    inside: Literal["", "epoch", "batch"] = ""
+
+
+_SPECIAL: Final[dict[str, HookFacts]] = {}
+_Hook = TypeVar("_Hook", bound=Function)
+
+
+def _facts(
+    logs: Literal["epoch", "batch", "never"] = "epoch",
+    counts: Literal["ba", "ep", "st"] | None = None,
+    leads: bool = False,
+    inside: Literal["", "epoch", "batch"] = "",
+) -> Callable[[_Hook], _Hook]:
+    """Decorator of a hook of `Callback` that differs from a hook of evaluation: records its facts."""
+
+    def record(hook: _Hook) -> _Hook:
+        _SPECIAL[hook.__name__] = HookFacts(
+            logs=logs, counts=counts, leads=leads, inside=inside
+        )
+        return hook
+
+    return record
 
 
 class Callback:
@@ -84,7 +141,8 @@ class Callback:
 
     Example:
         >>> class PrintEpoch(Callback):
-        ...     def on_train_epoch_end(self, trainer, pl_module):
+        ...     @_facts(counts="ep", inside="epoch")
+    def on_train_epoch_end(self, trainer, pl_module):
         ...         print("epoch", trainer.current_epoch, "done")
     """
 
@@ -124,28 +182,29 @@ class Callback:
     def log(self, name: str, value: MetricValue, *args: Any, **kwargs: Any) -> None:
         """Record a value, as ``pl_module.log`` does in the same hook.
 
-        Args:
-            name: the metric's name.
-            value: a number, a tensor of one element, or a metric object with ``compute()``.
-            args: further options of `TrainModule.log`, in its order.
-            kwargs: the same options by name, such as ``on_epoch=True``.
+            Args:
+                name: the metric's name.
+                value: a number, a tensor of one element, or a metric object with ``compute()``.
+                args: further options of `TrainModule.log`, in its order.
+                kwargs: the same options by name, such as ``on_epoch=True``.
 
-        Raises:
-            LogError: values cannot be logged in this hook, or the options contradict it.
-            ConfigurationError: no entry point of a Trainer is running.
+            Raises:
+                LogError: values cannot be logged in this hook, or the options contradict it.
+                ConfigurationError: no entry point of a Trainer is running.
 
-        Example:
-            >>> import torch
-            >>> from trainer_kit import Trainer
-            >>> from trainer_kit.testing import TinyModule
-            >>> class Count(Callback):
-            ...     def on_train_epoch_end(self, trainer, pl_module):
-            ...         self.log("batches", trainer.num_training_batches)
-            >>> trainer = Trainer(max_epochs=1, callbacks=[Count()], logger=False, enable_checkpointing=False,
-            ...                   enable_progress_bar=False, enable_model_summary=False)
-            >>> trainer.fit(TinyModule(), [torch.randn(4, 32)] * 3)
-            >>> float(trainer.callback_metrics["batches"])
-            3.0
+            Example:
+                >>> import torch
+                >>> from trainer_kit import Trainer
+                >>> from trainer_kit.testing import TinyModule
+                >>> class Count(Callback):
+                ...     @_facts(counts="ep", inside="epoch")
+        def on_train_epoch_end(self, trainer, pl_module):
+                ...         self.log("batches", trainer.num_training_batches)
+                >>> trainer = Trainer(max_epochs=1, callbacks=[Count()], logger=False, enable_checkpointing=False,
+                ...                   enable_progress_bar=False, enable_model_summary=False)
+                >>> trainer.fit(TinyModule(), [torch.randn(4, 32)] * 3)
+                >>> float(trainer.callback_metrics["batches"])
+                3.0
         """
         self._running_module(f"log({name!r})").log(name, value, *args, **kwargs)
 
@@ -182,42 +241,52 @@ class Callback:
     ) -> None:
         """The last call of an entry point, also after an exception."""
 
+    @_facts(logs="never")
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """At the start of a fit: modules and optimizers are created, placed, wrapped and restored."""
 
+    @_facts(logs="never")
     def on_fit_end(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """After ``on_train_end``; the strategy is still running."""
 
+    @_facts(logs="never")
     def on_sanity_check_start(
         self, trainer: AnyTrainer, pl_module: AnyModule, /
     ) -> None:
         """Before the sanity-check validation that precedes training."""
 
+    @_facts(logs="never")
     def on_sanity_check_end(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """After the sanity check; random state and metrics are as before it."""
 
+    @_facts(leads=True)
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """Before the first epoch of a fit, and again when a resumed fit starts."""
 
+    @_facts(logs="never")
     def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """After the last epoch."""
 
+    @_facts(counts="ep", leads=True, inside="epoch")
     def on_train_epoch_start(
         self, trainer: AnyTrainer, pl_module: AnyModule, /
     ) -> None:
         """Before the first batch of an epoch."""
 
+    @_facts(counts="ep", inside="epoch")
     def on_train_epoch_end(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """After the last batch of an epoch; values logged here belong to the epoch.
 
         Callbacks with ``order = "late"`` are called after the values of the epoch are reduced.
         """
 
+    @_facts(logs="batch", counts="ba", leads=True, inside="epoch")
     def on_train_batch_start(
         self, trainer: AnyTrainer, pl_module: AnyModule, batch: Batch, batch_idx: int, /
     ) -> int | None:
         """Before ``training_step``, for each micro-batch, on the device. If every rank returns -1, the epoch ends."""
 
+    @_facts(logs="batch", counts="ba", inside="epoch")
     def on_train_batch_end(
         self,
         trainer: AnyTrainer,
@@ -232,22 +301,27 @@ class Callback:
         ``outputs`` is ``{"loss": detached loss, ...}``, or None for a skipped batch.
         """
 
+    @_facts(logs="batch", counts="st")
     def on_train_step_end(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """After each optimizer step, once per window (not in Lightning)."""
 
+    @_facts(logs="batch", counts="st", leads=True, inside="batch")
     def on_before_zero_grad(
         self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer, /
     ) -> None:
         """Before gradients are cleared: once per window, before its first backward."""
 
+    @_facts(logs="batch", counts="ba", leads=True, inside="batch")
     def on_before_backward(
         self, trainer: AnyTrainer, pl_module: AnyModule, loss: Tensor, /
     ) -> None:
         """Before each backward; ``loss`` is weighted and scaled, as backward will see it."""
 
+    @_facts(logs="batch", counts="ba", leads=True, inside="batch")
     def on_after_backward(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """After each backward; gradients may still be scaled and unsynchronized."""
 
+    @_facts(logs="batch", counts="st", leads=True, inside="batch")
     def on_before_optimizer_step(
         self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer, /
     ) -> None:
@@ -256,6 +330,7 @@ class Callback:
     def on_validation_start(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """Before the first validation loader; modules are in evaluation mode."""
 
+    @_facts(logs="never")
     def on_validation_end(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """After validation; reduced values are in ``callback_metrics``."""
 
@@ -295,6 +370,7 @@ class Callback:
     def on_test_start(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """Before the first test loader; modules are in evaluation mode."""
 
+    @_facts(logs="never")
     def on_test_end(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """After test; reduced values are in ``callback_metrics``."""
 
@@ -327,22 +403,27 @@ class Callback:
     ) -> None:
         """After each ``test_step``, with what it returned."""
 
+    @_facts(logs="never")
     def on_predict_start(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """Before the first predict loader; modules are in evaluation mode."""
 
+    @_facts(logs="never")
     def on_predict_end(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """After prediction."""
 
+    @_facts(logs="never")
     def on_predict_epoch_start(
         self, trainer: AnyTrainer, pl_module: AnyModule, /
     ) -> None:
         """Before the first predict batch."""
 
+    @_facts(logs="never")
     def on_predict_epoch_end(
         self, trainer: AnyTrainer, pl_module: AnyModule, /
     ) -> None:
         """After the last batch."""
 
+    @_facts(logs="never")
     def on_predict_batch_start(
         self,
         trainer: AnyTrainer,
@@ -354,6 +435,7 @@ class Callback:
     ) -> None:
         """Before each ``predict_step``."""
 
+    @_facts(logs="never")
     def on_predict_batch_end(
         self,
         trainer: AnyTrainer,
@@ -366,16 +448,19 @@ class Callback:
     ) -> None:
         """After each ``predict_step``, with what it returned."""
 
+    @_facts(logs="never")
     def on_exception(
         self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException, /
     ) -> None:
         """After an exception, which is then raised to the caller unchanged."""
 
+    @_facts(logs="never")
     def on_save_checkpoint(
         self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: StateDict, /
     ) -> None:
         """Before the state is written; the hook may add keys."""
 
+    @_facts(logs="never")
     def on_load_checkpoint(
         self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: StateDict, /
     ) -> None:
@@ -396,6 +481,28 @@ class Callback:
 for _hook in vars(Callback).values():
     if isinstance(_hook, FunctionType):
         _hook.__code__ = _hook.__code__.replace(co_posonlyargcount=0)
+
+
+HOOK_FACTS: Final = {
+    name: _SPECIAL.get(name, HookFacts())
+    for name in vars(Callback)
+    if name.startswith("on_")
+}
+"""The hooks that a bus calls, in the order of the specification, each with its facts."""
+
+
+def hooks_where(**facts: object) -> frozenset[str]:
+    """The hooks that have all of these facts.
+
+    Example:
+        >>> sorted(hooks_where(counts="ep", leads=True))
+        ['on_train_epoch_start']
+    """
+    hooks = set()
+    for name, hook_facts in HOOK_FACTS.items():
+        if facts.items() <= vars(hook_facts).items():
+            hooks.add(name)
+    return frozenset(hooks)
 
 
 class ModuleHooks:

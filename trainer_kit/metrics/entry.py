@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer_kit.core.errors import LogError
+from trainer_kit.core.hooks import hooks_where
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.tensors import move_to_device
 from trainer_kit.core.types import SavedState
@@ -49,37 +50,19 @@ _EntryState: TypeAlias = list[Any]
 BATCH_HOOKS: Final = frozenset(
     {
         "training_step",
-        "on_train_batch_start",
-        "on_train_batch_end",
-        "on_train_step_end",
-        "on_before_zero_grad",
-        "on_before_backward",
-        "on_after_backward",
-        "on_before_optimizer_step",
+        *hooks_where(logs="batch"),
     }
 )
+"""Where a logged value belongs to a batch."""
+# Outside of an entry point there is no hook, and a value logged there would go nowhere.
 CLOSED_HOOKS: Final = frozenset(
     {
         "",
-        "on_fit_start",
-        "on_fit_end",
-        "on_train_end",
-        "on_sanity_check_start",
-        "on_sanity_check_end",
-        "on_validation_end",
-        "on_test_end",
-        "on_exception",
-        "on_save_checkpoint",
-        "on_load_checkpoint",
         "predict_step",
-        "on_predict_start",
-        "on_predict_end",
-        "on_predict_epoch_start",
-        "on_predict_epoch_end",
-        "on_predict_batch_start",
-        "on_predict_batch_end",
+        *hooks_where(logs="never"),
     }
 )
+"""Where nothing can be logged."""
 _REDUCTIONS: Final = ("mean", "sum", "min", "max")
 _OPTIONS_OF_OLD_STATES: Final = (False, None, False, True, "mean", True, True, False)
 """Checkpoints without options hold only sums of epochs."""
@@ -529,11 +512,13 @@ def _names_of_all_ranks(logged: list[_Logged]) -> list[_Name]:
         loaders.update(name[2] for name in names)
     agreed_names: list[_Name] = []
     for loader in sorted(loaders, key=_loader_order):
-        names_of_ranks = [
-            [name for name in names if name[2] == loader]
-            for ran, absent, names in logged
-            if ran and loader not in absent
-        ]
+        names_of_ranks: list[list[_Name]] = []
+        for ran, absent, names in logged:
+            # A rank without a batch of this loader has nothing to agree on.
+            if not ran or loader in absent:
+                continue
+            names_of_loader = [name for name in names if name[2] == loader]
+            names_of_ranks.append(names_of_loader)
         if not names_of_ranks:
             continue
         first = names_of_ranks[0]

@@ -25,7 +25,7 @@ __all__ = [
 
 MetricObject: TypeAlias = Any
 """A metric of torchmetrics, which need not be installed: `is_metric` knows one by an attribute of its class."""
-_States: TypeAlias = Mapping[str, Mapping[str, Any]]
+_States: TypeAlias = Mapping[str, Mapping[str, object]]
 """The states of metrics, by their names in the module."""
 
 # Private names of torchmetrics, checked with 1.9. Its `update_count`, `compute` and `reset` are public, but no public

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Protocol, final
 
 from lightning_utilities.core.overrides import is_overridden
 from torch import nn
 
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
-from trainer_kit.core.hooks import Callback, DataHooks, ModuleHooks
+from trainer_kit.core.hooks import HOOK_FACTS, Callback, DataHooks, ModuleHooks
 from trainer_kit.core.protocols import TrainerLike
 from trainer_kit.core.signatures import check_hooks, check_overrides, takes
+from trainer_kit.core.types import Function
 
 __all__ = ["Bus", "Listeners", "sorted_callbacks"]
 
 # A hook of a user may take and return anything.
-_Listener = Callable[..., Any]
+_Listener = Function
 Listeners = tuple[_Listener, ...]
 _ORDER = {"early": 0, "normal": 1, "late": 2}
 
@@ -92,43 +93,10 @@ class Bus:
         scope: its ``hook`` is set to the name of the hook being called, so that `log` knows where it is.
     """
 
-    on_fit_start: Listeners
-    on_fit_end: Listeners
-    on_sanity_check_start: Listeners
-    on_sanity_check_end: Listeners
-    on_train_start: Listeners
-    on_train_end: Listeners
-    on_train_epoch_start: Listeners
-    on_train_epoch_end: Listeners
-    on_train_batch_start: Listeners
-    on_train_batch_end: Listeners
-    on_train_step_end: Listeners
-    on_before_zero_grad: Listeners
-    on_before_backward: Listeners
-    on_after_backward: Listeners
-    on_before_optimizer_step: Listeners
-    on_validation_start: Listeners
-    on_validation_end: Listeners
-    on_validation_epoch_start: Listeners
-    on_validation_epoch_end: Listeners
-    on_validation_batch_start: Listeners
-    on_validation_batch_end: Listeners
-    on_test_start: Listeners
-    on_test_end: Listeners
-    on_test_epoch_start: Listeners
-    on_test_epoch_end: Listeners
-    on_test_batch_start: Listeners
-    on_test_batch_end: Listeners
-    on_predict_start: Listeners
-    on_predict_end: Listeners
-    on_predict_epoch_start: Listeners
-    on_predict_epoch_end: Listeners
-    on_predict_batch_start: Listeners
-    on_predict_batch_end: Listeners
-    on_exception: Listeners
-    on_save_checkpoint: Listeners
-    on_load_checkpoint: Listeners
-    on_checkpoint_committed: Listeners
+    if TYPE_CHECKING:
+        # The attributes are the hooks of `Callback`; a test looks for others in all uses of a bus.
+        def __getattr__(self, name: str) -> Listeners: ...
+
     on_train_epoch_end_late: Listeners
 
     def __init__(
@@ -140,7 +108,7 @@ class Bus:
         scope: _Scope,
     ) -> None:
         # Looked up once: a run with callbacks that override nothing has no call for them in a step.
-        for name in Bus.names():
+        for name in HOOK_FACTS:
             methods = self._callback_methods(name, trainer, module, callbacks)
             methods += self._module_methods(name, module, datamodule)
             methods = _wrapped(name, methods, callbacks)
@@ -217,7 +185,7 @@ class Bus:
     def silent(self, *audible: str) -> Bus:
         """Make a bus without listeners, except for the hooks named in ``audible``."""
         bus = Bus.__new__(Bus)
-        for name in Bus.__annotations__:
+        for name in Bus.names():
             listeners: Listeners = ()
             if name in audible:
                 listeners = getattr(self, name)
@@ -226,8 +194,8 @@ class Bus:
 
     @staticmethod
     def names() -> list[str]:
-        """The names of all hooks."""
-        return [name for name in vars(Callback) if name.startswith("on_")]
+        """The names of all hooks, and of the late listeners."""
+        return [*HOOK_FACTS, "on_train_epoch_end_late"]
 
     def listeners(self, name: str) -> list[str]:
         """The classes that override ``name``, in order, for ``explain()``."""

@@ -79,7 +79,7 @@ def _loop_lines(bus: Bus, descriptions: dict[str, str], validates: bool) -> list
         name = line.strip()
         if ("validation" in name or "sanity" in name) and not validates:
             continue
-        if name in Bus.__annotations__:
+        if name in Bus.names():
             listeners = bus.listeners(name)
             label = line.replace("_late", " (values reduced)")
             if listeners:

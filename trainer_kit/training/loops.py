@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple, NoReturn, Protocol, final
 
+from trainer_kit.core.hooks import hooks_where
 from trainer_kit.core.progress import Progress
 
 __all__ = [
@@ -20,22 +21,9 @@ __all__ = [
     "PredictLoop",
 ]
 
-_IN_A_BATCH: Final = frozenset(
-    {
-        "training_step",
-        "on_before_backward",
-        "on_after_backward",
-        "on_before_optimizer_step",
-        "on_before_zero_grad",
-    }
-)
+_IN_A_BATCH: Final = hooks_where(inside="batch") | {"training_step"}
 """Hooks between ``on_train_batch_start`` and ``on_train_batch_end``."""
-_IN_AN_EPOCH: Final = _IN_A_BATCH | {
-    "on_train_epoch_start",
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_train_epoch_end",
-}
+_IN_AN_EPOCH: Final = _IN_A_BATCH | hooks_where(inside="epoch")
 _COUNTS_CHANGE: Final = (
     "trainer.fit(..., ckpt_path=...) continues at the position of a checkpoint"
 )
