@@ -228,6 +228,7 @@ class OnlyFirst(verified.Classifier):
 @pytest.mark.parametrize(
     ("module", "names"), [(Apart, ["barrier"]), (OnlyFirst, ["all_reduce"])]
 )
+@PROCESSES
 def test_ranks_that_do_not_meet_are_named_within_seconds(module, names):
     """It ended after half an hour, without a name."""
     with pytest.raises(
