@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from trainer_kit.core.module import TrainModule
     from trainer_kit.core.protocols import (
         ActsAtIntervals,
+        DoublesParts,
         Group,
         LeavesOutSteps,
         Logger,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
         ModuleLike,
         ReplaysSteps,
         SetsAccumulation,
-        SplitsBatches,
         TrainerLike,
     )
     from trainer_kit.loggers import (
@@ -82,7 +82,7 @@ if TYPE_CHECKING:
         leaving_out: NaNGuard,
         checking: HealthCheck,
     ) -> tuple[
-        SetsAccumulation, SplitsBatches, ReplaysSteps, LeavesOutSteps, ActsAtIntervals
+        SetsAccumulation, DoublesParts, ReplaysSteps, LeavesOutSteps, ActsAtIntervals
     ]:
         return accumulating, splitting, replaying, leaving_out, checking
 

@@ -429,6 +429,14 @@ class Trainer(Session):
         def checkpoint_callback(self) -> ModelCheckpoint | None:
             """The first callback that keeps checkpoints, or None."""
 
+    def __copy__(self) -> Trainer:
+        # Both would change one list of callbacks, one progress and one strategy.
+        raise ConfigurationError(
+            "a shallow copy of a Trainer would share its callbacks, progress and strategy with the original",
+            found="copy.copy(trainer)",
+            fix="copy.deepcopy(trainer), or a new Trainer with the same arguments",
+        )
+
     @_entry_point
     def fit(
         self,

@@ -189,3 +189,27 @@ def test_options_set_elsewhere_are_refused_by_name(
     assert found == {**sizes, "gradient_clipping": 0.5}
     with pytest.raises(StrategyError, match="megatron-core is not installed"):
         tk.Accelerator(cpu=True, megatron_lm_plugin=tk.MegatronLMPlugin())
+
+
+@pytest.mark.world_size(2)
+def test_a_strategy_object_is_described_by_itself_not_by_the_environment() -> None:
+    """The variables are of another launch: a pipeline, which the plugin refuses, and other sizes."""
+    install()
+    options = {
+        "tensor_parallel": 1,
+        "sequence_parallel": False,
+        "distributed_optimizer": True,
+        "gradient_clipping": 0.25,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (
+            ("PP_DEGREE", "2"),
+            ("TP_DEGREE", "2"),
+            ("GRADIENT_CLIPPING", "0.5"),
+            ("RECOMPUTE_ACTIVATIONS", "true"),
+        ):
+            patch.setenv(f"ACCELERATE_MEGATRON_LM_{name}", value)
+        accelerator = tk.Accelerator(
+            cpu=True, strategy=tk.strategies.MegatronStrategy(**options)
+        )
+    assert accelerator.state.megatron_lm_plugin.options == options

@@ -471,6 +471,13 @@ def test_a_trainer_can_be_pickled_before_and_after_a_fit():
     copy.deepcopy(trainer).fit(TinyModule(), DATA)
 
 
+def test_a_shallow_copy_of_a_trainer_is_refused():
+    """Both would have one list of callbacks, and one progress."""
+    trainer = tk.Trainer(**QUIET, max_epochs=1, callbacks=[Watch()])
+    with pytest.raises(tk.ConfigurationError, match=r"copy.deepcopy\(trainer\)"):
+        copy.copy(trainer)
+
+
 def test_a_trainer_with_a_logger_and_checkpoints_can_be_pickled_after_a_fit(tmp_path):
     options = QUIET | {
         "logger": "csv",

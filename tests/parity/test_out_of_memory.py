@@ -370,3 +370,23 @@ def test_a_forward_that_needs_every_rank_cannot_be_repeated_on_one(
             callbacks=[AutoMicroBatch()],
             **QUIET,
         )
+
+
+class SplitsAsInVersion02(tk.Callback):
+    """What the loop asked of such a callback then."""
+
+    def __init__(self) -> None:
+        self.parts = 1
+
+    @property
+    def splits_batches(self) -> bool:
+        return True
+
+
+def test_a_callback_of_version_02_that_splits_batches_is_refused_not_ignored() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"SplitsAsInVersion02(.|\n)*def double_parts"
+    ):
+        train(
+            Classifier(make_net()), make_batches(2), callbacks=[SplitsAsInVersion02()]
+        )

@@ -75,13 +75,17 @@ def _describe_deepspeed(strategy: _DeepSpeedEngine) -> list[object]:
 
 
 def _describe_megatron(strategy: _MegatronEngine) -> list[object]:
-    plugin = MegatronLMPlugin(
+    from trainer_kit.strategies.megatron.config import KEYS
+
+    # Each option has a value, so that no variable of the launcher stands in for one.
+    options: _Options = {key.removeprefix("megatron_lm_"): False for key in KEYS}
+    options.update(
         tp_degree=strategy.tensor_parallel,
         sequence_parallelism=strategy.sequence_parallel,
         use_distributed_optimizer=strategy.distributed_optimizer,
         gradient_clipping=strategy.gradient_clipping,
     )
-    return [plugin]
+    return [MegatronLMPlugin(**options)]
 
 
 def _make_fsdp_plugin(options: _Options) -> FullyShardedDataParallelPlugin:

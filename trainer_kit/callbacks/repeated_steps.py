@@ -89,7 +89,7 @@ class AutoMicroBatch(Callback):
         return True
 
     def double_parts(self) -> None:
-        """See `SplitsBatches`."""
+        """See `trainer_kit.core.protocols.DoublesParts`."""
         self.parts *= 2
 
     def state_dict(self) -> StateDict:

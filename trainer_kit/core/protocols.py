@@ -33,6 +33,7 @@ __all__ = [
     "ActsAtIntervals",
     "CallbackLike",
     "CheckpointRequest",
+    "DoublesParts",
     "DrawsProgress",
     "Group",
     "LeavesOutSteps",
@@ -221,6 +222,12 @@ class SplitsBatches(Protocol):
 
     @property
     def splits_batches(self) -> bool: ...
+
+
+@runtime_checkable
+class DoublesParts(SplitsBatches, Protocol):
+    """What the loop needs of such a callback; one without the method, as of version 0.2.0, is refused."""
+
     def double_parts(self) -> None:
         """Split each batch into twice as many parts from here on."""
 

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 from trainer_kit.checkpoint.files import same_bits
 from trainer_kit.core.devices import ran_out_of_memory
 from trainer_kit.core.errors import RankError, TrainerKitError
-from trainer_kit.core.protocols import SplitsBatches
+from trainer_kit.core.protocols import DoublesParts
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.core.tensors import local, map_leaves, sequence_like
 from trainer_kit.data.sizes import batch_size_of
@@ -103,7 +103,7 @@ class SplitBatches:
         callbacks: Sequence[object],
         metrics: Metrics,
         loss_weight: Callable[[_Batch], Any] | None,
-        state: SplitsBatches,
+        state: DoublesParts,
         say: Callable[[str], None],
     ) -> None:
         self._strategy = strategy

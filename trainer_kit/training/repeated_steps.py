@@ -8,7 +8,12 @@ from torch import nn
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.module import TrainModule
-from trainer_kit.core.protocols import LeavesOutSteps, ReplaysSteps, SplitsBatches
+from trainer_kit.core.protocols import (
+    DoublesParts,
+    LeavesOutSteps,
+    ReplaysSteps,
+    SplitsBatches,
+)
 from trainer_kit.core.types import DataModuleLike
 from trainer_kit.state.collect import State, collect, restore
 from trainer_kit.state.rewind import Guard
@@ -53,6 +58,12 @@ def compose_forward_backward(
         )
     if splitting is None:
         return strategy.forward_backward
+    if not isinstance(splitting, DoublesParts):
+        raise ConfigurationError(
+            "a callback that splits batches needs a method double_parts()",
+            found=f"{type(splitting).__name__}, which has parts and splits_batches",
+            fix="write in it: def double_parts(self): self.parts *= 2",
+        )
     obstacle = _obstacle_to_splitting(trainer, module, stepper, runner)
     if obstacle is not None or without_exchange is None:
         raise ConfigurationError(
