@@ -237,6 +237,8 @@ def test_early_stopping_stops_in_the_same_epoch_and_continues_from_a_checkpoint(
 ) -> None:
     stopping = EarlyStopping("val_loss")
     trainer = fit(stopping, module=Net(best=1))
+    # As in Lightning, the user's object: scripts read its `stopped_epoch`.
+    assert trainer.early_stopping_callback is stopping
     assert (trainer.current_epoch, stopping.stopped, stopping.best) == (3, 2, 0.0)
     trainer.save_checkpoint(tmp_path / "saved")
     again = EarlyStopping("val_loss", patience=3)
@@ -249,6 +251,31 @@ def test_early_stopping_stops_in_the_same_epoch_and_continues_from_a_checkpoint(
         ConfigurationError, match="two callbacks have the same state key"
     ):
         fit(stopping, again)
+
+
+def test_attributes_of_the_trainer_list_callbacks_of_both_libraries_in_order(
+    tmp_path: Path,
+) -> None:
+    class Patient(EarlyStopping):
+        """As packages extend Lightning's class."""
+
+    stopping, patient, keeps = EarlyStopping("val_loss"), Patient("val_loss"), Keeps()
+    first = tk.callbacks.EarlyStopping("val_loss", mode="min")
+    keeper = tk.callbacks.ModelCheckpoint(tmp_path)
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        callbacks=[first, stopping, Rates(), patient, keeps, keeper],
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+    )
+    assert trainer.early_stopping_callbacks == [first, stopping, patient]
+    assert trainer.checkpoint_callbacks == [keeps, keeper]
+    trainer.fit(Net(), *[DataLoader(DATA, batch_size=4)] * 2)  # type: ignore[arg-type]
+    # Checkpoints are still written into the directory of the callback of this library.
+    assert keeper.best_model_path
+    assert Path(keeper.best_model_path).parent == tmp_path
+    assert trainer.early_stopping_callbacks == [first, stopping, patient]
 
 
 def test_a_pruned_trial_ends_with_the_exception_of_the_callback() -> None:
@@ -281,6 +308,8 @@ def test_a_checkpoint_callback_comes_last_and_sees_the_values_of_the_epoch(
         "Rates",
         "Keeps",
     ]
+    assert trainer.checkpoint_callbacks == [keeps]
+    assert trainer.checkpoint_callback is keeps
     assert not list(
         tmp_path.rglob("checkpoints")
     )  # as in Lightning, no ModelCheckpoint is added

@@ -21,7 +21,8 @@ __all__ = [
 ]
 
 _PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
-# Lightning calls `on_train_epoch_end` of these after the hooks of all others, and after the values are reduced.
+# Lightning calls `on_train_epoch_end` of these after the hooks of all others, and after the values are reduced; its
+# Trainer has attributes that list them.
 _CALLED_LATE: Final = ("Checkpoint", "EarlyStopping")
 NEEDS_LOOP: Final = (
     "BasePredictionWriter",
@@ -126,6 +127,8 @@ class LightningCallback(Callback):
         callback: the same.
     """
 
+    extended_names: tuple[str, ...] = ()
+
     def __init__(self, callback: Any) -> None:
         self.callback = callback
         base = lightning_base(type(callback))
@@ -159,13 +162,15 @@ _METHODS: Final = (
 def _make_adapter_class(cls: type) -> type[LightningCallback]:
     """Make the adapter class of a class, once for each class."""
     # One class for each, and not one for all: a module's callback replaces the Trainer's callback of its class.
+    extended = [name for name in _CALLED_LATE if lightning_base(cls, name) is not None]
     order = "normal"
-    if any(lightning_base(cls, name) is not None for name in _CALLED_LATE):
+    if extended:
         order = "late"
     members: Mapping[str, object] = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": LightningCallback.__doc__,
         "order": order,
+        "extended_names": tuple(extended),
     }
     return type(cls.__name__, (LightningCallback,), dict(members))

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ActsAtIntervals",
+    "AdaptsCallback",
     "CallbackLike",
     "CheckpointRequest",
     "DoublesParts",
@@ -189,6 +190,15 @@ class StopsEarly(Protocol):
     """A callback such as `EarlyStopping`, which the Trainer shows as ``early_stopping_callback``."""
 
     stopped_epoch: int
+
+
+@runtime_checkable
+class AdaptsCallback(Protocol):
+    """A callback that wraps one of Lightning's classes; the Trainer shows the wrapped one."""
+
+    callback: Any
+    extended_names: tuple[str, ...]
+    """The names of Lightning's classes that it extends, of those by which a Trainer looks for callbacks."""
 
 
 @runtime_checkable

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import final
+from typing import TypeGuard, final
 
 from trainer_kit.core.hooks import Callback
-from trainer_kit.core.protocols import DrawsProgress, SetsAccumulation, StopsEarly
+from trainer_kit.core.protocols import (
+    AdaptsCallback,
+    DrawsProgress,
+    SetsAccumulation,
+    StopsEarly,
+)
+from trainer_kit.state.runs import KeepsCheckpoints, keep_checkpoints
 from trainer_kit.step.bus import sorted_callbacks
 
 __all__ = ["CallbackList"]
@@ -52,10 +58,24 @@ class CallbackList:
 
     @property
     def early_stopping(self) -> list[StopsEarly]:
-        """All callbacks that stop a run early."""
-        return [
-            callback for callback in self.active if isinstance(callback, StopsEarly)
-        ]
+        """All callbacks that stop a run early; of Lightning's, the user's object."""
+        stopping: list[StopsEarly] = []
+        for callback in self.active:
+            if isinstance(callback, StopsEarly):
+                stopping.append(callback)
+            elif _extends(callback, "EarlyStopping"):
+                stopping.append(callback.callback)
+        return stopping
+
+    @property
+    def checkpoints(self) -> list[KeepsCheckpoints]:
+        """All callbacks that write checkpoints; of Lightning's, the user's object, which manages its files alone."""
+        writing: list[KeepsCheckpoints] = []
+        for callback in self.active:
+            writing += keep_checkpoints([callback])
+            if _extends(callback, "Checkpoint"):
+                writing.append(callback.callback)
+        return writing
 
     def configure(self, callbacks: Iterable[object]) -> None:
         """Replace all callbacks by these."""
@@ -79,3 +99,8 @@ class CallbackList:
     def restore(self, callbacks: list[Callback]) -> None:
         """Call the callbacks that were active before an evaluation: its module may have added some."""
         self.active = callbacks
+
+
+def _extends(callback: Callback, name: str) -> TypeGuard[AdaptsCallback]:
+    """Whether a callback is an adapter of Lightning's class of this name."""
+    return isinstance(callback, AdaptsCallback) and name in callback.extended_names

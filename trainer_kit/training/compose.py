@@ -36,6 +36,7 @@ from trainer_kit.data import (
 )
 from trainer_kit.state.collect import State, collect
 from trainer_kit.state.optimizer_states import configured_flags, note_configured
+from trainer_kit.state.runs import keep_checkpoints
 from trainer_kit.step.accumulation_window import WindowLoader
 from trainer_kit.step.bus import Bus
 from trainer_kit.step.early_exit import exit_agreement
@@ -157,7 +158,7 @@ def compose_fit(
         publish=trainer.log_metrics,
         collect=partial(_collect_state, trainer),
         directory=partial(_checkpoint_directory, trainer),
-        checkpoints=trainer.checkpoint_callback is not None and not settings.fast,
+        checkpoints=bool(keep_checkpoints(trainer.callbacks)) and not settings.fast,
         about=partial(_run_metadata, trainer),
         announce=partial(_announce_checkpoint, trainer),
         save_logs=trainer.files.deliveries.save,
@@ -290,7 +291,7 @@ def _collect_state(trainer: Session, weights_only: bool) -> State:
 
 def _checkpoint_directory(trainer: Session) -> Location:
     """The default directory of checkpoints."""
-    return trainer.files.checkpoint_directories(trainer.checkpoint_callbacks)[0]
+    return trainer.files.checkpoint_directories(keep_checkpoints(trainer.callbacks))[0]
 
 
 def _run_metadata(trainer: Session) -> dict[str, Any]:

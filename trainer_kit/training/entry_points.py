@@ -317,7 +317,7 @@ class EntryPoint:
         # Rank 0 alone asks SLURM: every rank would put the job into the queue once more.
         if not trainer.is_global_zero or trainer.settings.fast:
             return
-        if self.stage == "fit" and trainer.checkpoint_callback is not None:
+        if self.stage == "fit" and keep_checkpoints(trainer.callbacks):
             # There is an answer only where no step was running: else the settler has asked.
             answer = requeue_once(trainer.requests)
             if answer:
@@ -426,7 +426,7 @@ class EntryPoint:
     def _find_start(self, ckpt_path: CheckpointPath, weights_only: bool) -> _Start:
         """Take the directories of the run, and read the part of its checkpoint that is needed before composing."""
         trainer, files = self.trainer, self.trainer.files
-        world, callbacks = trainer.strategy.world, trainer.checkpoint_callbacks
+        world, callbacks = trainer.strategy.world, keep_checkpoints(trainer.callbacks)
         _check_callbacks(callbacks, world)
         if ckpt_path is None:
             on_rank_zero(world, lambda: check_records(files, callbacks))

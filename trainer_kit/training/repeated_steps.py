@@ -17,6 +17,7 @@ from trainer_kit.core.protocols import (
 from trainer_kit.core.types import DataModuleLike
 from trainer_kit.state.collect import State, collect, restore
 from trainer_kit.state.rewind import Guard
+from trainer_kit.state.runs import keep_checkpoints
 from trainer_kit.step.accumulation_window import WindowLoader
 from trainer_kit.step.optimize import ManualStepper, Stepper
 from trainer_kit.step.run import Fit
@@ -121,7 +122,7 @@ def compose_guard(
             fix="leave it out: without it, a loss that is not finite raises an error",
         )
     # A rewind does not reset the checkpoint callbacks (their files stay), nor the guard's list of skipped steps.
-    not_reset = {id(leaving_out), *map(id, trainer.checkpoint_callbacks)}
+    not_reset = {id(leaving_out), *map(id, keep_checkpoints(trainer.callbacks))}
     callbacks = [
         callback for callback in trainer.callbacks if id(callback) not in not_reset
     ]

@@ -32,7 +32,7 @@ from trainer_kit.loggers.layout import DummyLogger
 from trainer_kit.metrics.metrics import Metrics
 from trainer_kit.precision.precision import Precision
 from trainer_kit.state.collect import completed_progress
-from trainer_kit.state.runs import KeepsCheckpoints, RunFiles, keep_checkpoints
+from trainer_kit.state.runs import KeepsCheckpoints, RunFiles
 from trainer_kit.state.saving import save_to
 from trainer_kit.state.unsaveable import Unsaveable
 from trainer_kit.step.evaluate import Evaluation
@@ -639,12 +639,12 @@ class Session:
 
     @property
     def checkpoint_callbacks(self) -> list[KeepsCheckpoints]:
-        """All callbacks that keep checkpoints."""
-        return keep_checkpoints(self.callbacks)
+        """All callbacks that keep checkpoints, and those of other packages that extend Lightning's ``Checkpoint``."""
+        return self.callback_list.checkpoints
 
     @property
     def checkpoint_callback(self) -> KeepsCheckpoints | None:
-        """The first callback that keeps checkpoints, or None."""
+        """The first of ``checkpoint_callbacks``, or None."""
         return next(iter(self.checkpoint_callbacks), None)
 
     @property
@@ -659,7 +659,7 @@ class Session:
 
     @property
     def early_stopping_callbacks(self) -> list[StopsEarly]:
-        """All `EarlyStopping` callbacks."""
+        """All `EarlyStopping` callbacks, and those of other packages that extend Lightning's."""
         return self.callback_list.early_stopping
 
     @property
