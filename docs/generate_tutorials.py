@@ -14,6 +14,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "tutorials"
 TUTORIALS: dict[str, tuple[str, list[str]]] = {
     "digits": ("Image classification: handwritten digits", ["examples/digits.py"]),
+    "transfer_learning": (
+        "Transfer learning for images: fine-tune a pretrained network",
+        ["examples/tutorials/transfer_learning.py"],
+    ),
     "text_classifier": (
         "Text classification",
         ["examples/tutorials/text_classifier.py"],

@@ -85,6 +85,17 @@ def test_the_forecast_is_better_than_the_naive_one(size: list[str], run: Run) ->
     assert picture("forecast.png").width > 300
 
 
+@pytest.mark.slow
+def test_a_pretrained_network_needs_fewer_labels(run: Run) -> None:
+    said = run("tutorials/transfer_learning")
+    scratch, frozen, tuned = (
+        number(rf"{name}: accuracy ([\d.]+) on 857 images", said)
+        for name in ("from scratch", "frozen backbone", "fine-tuned")
+    )
+    assert frozen > scratch + 0.08
+    assert tuned > scratch + 0.08
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_drawn_digits_are_recognized(size: list[str], run: Run) -> None:
     said = run("tutorials/diffusion", *size)
