@@ -69,6 +69,13 @@ class HookOfCallback(tk.Callback):
         checkpoint["extra"] = {"scaler": Scaler(), "plain": 1}
 
 
+class PositionalHook(tk.Callback):
+    """With its parameters as the base class declares them."""
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint, /):
+        checkpoint["scaler"] = Scaler()
+
+
 class Data(tk.DataModule):
     def train_dataloader(self):
         return BATCHES
@@ -130,6 +137,12 @@ def test_a_module_a_dataclass_and_named_things_come_back(tmp_path):
             None,
             "HookOfCallback.on_save_checkpoint.extra.scaler",
         ),
+        (
+            TinyModule(),
+            [PositionalHook()],
+            None,
+            "PositionalHook.on_save_checkpoint.scaler",
+        ),
         (TinyModule(), [HasState(Scaler())], None, "callbacks.HasState.nested.scaler"),
         (TinyModule(), [], Data(), "datamodule.scaler"),
     ],
@@ -137,6 +150,7 @@ def test_a_module_a_dataclass_and_named_things_come_back(tmp_path):
         "attribute",
         "new object",
         "callback's hook",
+        "positional parameters",
         "callback's state",
         "datamodule",
     ],

@@ -147,7 +147,8 @@ def entries_of_hook(owner: object) -> State:
     definition = _definition(hook)
     if definition is None:
         return {}
-    parameters = [argument.arg for argument in definition.args.args]
+    arguments = [*definition.args.posonlyargs, *definition.args.args]
+    parameters = [argument.arg for argument in arguments]
     if len(parameters) < 2:
         return {}
     scope = _Scope(hook, parameters[0], owner)
