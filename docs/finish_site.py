@@ -18,7 +18,7 @@ def number(version: str) -> list[int]:
 
 
 def finish(site: Path) -> None:
-    """Write the two files, and remove the sources that were copied with the pages."""
+    """Write the two files, and remove what does not belong: copied sources, and canonical links without an address."""
     found = {page.parent.name for page in site.glob("*/index.html")}
     released = sorted(found - {"dev"}, key=number, reverse=True)
     versions = [
@@ -38,6 +38,12 @@ def finish(site: Path) -> None:
         f'<a href="{newest}/">{newest}</a>\n'
     )
     (site / "index.html").write_text(page, encoding="utf-8")
+    # Without the site's address (SITE_URL) a canonical link is a path, which is wrong below any other directory.
+    for page in site.glob("**/*.html"):
+        text = page.read_text(encoding="utf-8")
+        without = re.sub(r'<link rel="canonical" href="/[^"]*" ?/?>', "", text)
+        if without != text:
+            page.write_text(without, encoding="utf-8")
     for pattern in ("*/**/*.py", "*/**/*.jinja", "*/requirements*.txt"):
         for source in site.glob(pattern):
             source.unlink()
