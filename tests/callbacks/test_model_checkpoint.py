@@ -867,7 +867,7 @@ def test_the_error_for_two_equal_callbacks_names_the_argument_to_change():
             "step-00000004.ckpt",
             "pass .*/run/checkpoints/step-00000004: a checkpoint is a directory",
         ),
-        ("unlike", 'pass "last", or one of: .*/run/checkpoints/step-00000004$'),
+        ("unlike", 'pass "last", or one of: .*/run/checkpoints/step-00000004\n  see: '),
     ],
 )
 def test_a_missing_path_lists_the_existing_checkpoints(path, fix):

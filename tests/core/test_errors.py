@@ -51,7 +51,10 @@ def test_every_error_is_in_the_tree_of_the_docstring_and_in_all(cls):
 def test_every_error_survives_pickling(cls):
     error = pickle.loads(pickle.dumps(cls("problem", found="this", fix="that")))
     assert type(error) is cls
-    assert str(error) == "problem\n  found: this\n  fix:   that"
+    see = ""
+    if cls.see is not None:
+        see = f"\n  see:   {cls.see}"
+    assert str(error) == f"problem\n  found: this\n  fix:   that{see}"
     assert (error.problem, error.found, error.fix) == ("problem", "this", "that")
 
 
@@ -62,7 +65,9 @@ def test_a_checkpoint_error_names_file_key_and_reason_and_survives_pickling():
         )
     )
     assert (
-        str(error) == "model.safetensors: checksum differs\n  found: key 'layer.weight'"
+        str(error)
+        == "model.safetensors: checksum differs\n  found: key 'layer.weight'\n"
+        "  see:   troubleshooting#a-checkpoint-does-not-load"
     )
     assert (error.file, error.key, error.reason) == (
         "model.safetensors",
@@ -78,7 +83,8 @@ def test_a_missing_checkpoint_is_also_what_the_references_raise_and_survives_pic
     error = pickle.loads(pickle.dumps(missing))
     assert (
         str(error)
-        == "nope: does not exist\n  found: runs has step-3\n  fix:   pass runs/step-3"
+        == "nope: does not exist\n  found: runs has step-3\n  fix:   pass runs/step-3\n"
+        "  see:   troubleshooting#a-checkpoint-does-not-load"
     )
     assert (error.file, error.reason, error.found) == (
         "nope",

@@ -374,6 +374,7 @@ def test_every_argument_of_a_public_function_is_described() -> None:
     ("script", "page"),
     [
         ("generate_decisions.py", "decisions/index.md"),
+        ("generate_troubleshooting.py", "../trainer_kit/commands/troubleshooting.md"),
         ("generate_loop.py", "assets/loop.svg"),
         ("draw/mesh.py", "pictures/mesh.svg"),
         ("draw/curves.py", "pictures/curves.svg"),
@@ -442,6 +443,7 @@ def test_the_site_builds_without_a_warning(built_site: Path, tmp_path: Path) -> 
         r'<(?:script|link|img|iframe)\b[^>]*(?:src|href)="(?:https?:)?//[^"]*"'
     )
     for page in (site / "0.10").glob("**/*.html"):
+        assert 'rel="canonical"' not in page.read_text(encoding="utf-8"), page
         assert not loaded.findall(page.read_text(encoding="utf-8")), (
             f"{page} loads from another host"
         )

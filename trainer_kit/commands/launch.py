@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, NoReturn, final
 import click
 
 from trainer_kit.commands.terminal import FilePath
+from trainer_kit.commands.troubleshooting import find_section
 from trainer_kit.core.configuration_sources import Chosen, describe_origins
 from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import ConfigurationError
@@ -274,8 +275,13 @@ def explain(
 ) -> None:
     """Show what `launch` would do with the same arguments.
 
-    Lists each value and its origin: a flag, a configuration file, the environment, or the default.
+    Lists each value and its origin: a flag, a configuration file, the environment, or the default. For the name of an
+    error, such as NonFiniteError, or the section that it names: what to do about it.
     """
+    section = find_section(script)
+    if section is not None:
+        click.echo(section)
+        return
     from trainer_kit.core.environment import Environment
     from trainer_kit.launch.configuration import resolve
     from trainer_kit.launch.machines import RUN_TOKEN, run_token

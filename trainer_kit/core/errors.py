@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import ClassVar
 
 from trainer_kit.core.display import mask_text
 
@@ -54,12 +55,17 @@ class TrainerKitError(Exception):
         found: what the library found (the value, where it came from).
         fix: what to do about it.
 
+    Attributes:
+        see: the section of the troubleshooting page about errors of this class, which ``trainer-kit explain`` prints.
+
     Example:
         >>> print(TrainerKitError("the mesh has 4 places", found="8 processes", fix="launch 4 processes"))
         the mesh has 4 places
           found: 8 processes
           fix:   launch 4 processes
     """
+
+    see: ClassVar[str | None] = None
 
     def __init__(
         self, problem: str, *, found: str | None = None, fix: str | None = None
@@ -78,6 +84,8 @@ class TrainerKitError(Exception):
             lines.append(f"  found: {found}")
         if fix is not None:
             lines.append(f"  fix:   {fix}")
+        if self.see is not None:
+            lines.append(f"  see:   {self.see}")
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -135,6 +143,8 @@ class CheckpointError(TrainerKitError):
         fix: what to do about it.
     """
 
+    see = "troubleshooting#a-checkpoint-does-not-load"
+
     def __init__(
         self,
         file: object,
@@ -174,6 +184,7 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError, ValueError):
         >>> print(error)
         runs/nope: does not exist
           found: runs has step-3
+          see:   troubleshooting#a-checkpoint-does-not-load
         >>> isinstance(error, FileNotFoundError), isinstance(error, ValueError)
         (True, True)
     """
@@ -192,9 +203,13 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError, ValueError):
 class NonFiniteError(TrainerKitError):
     """The loss became NaN or infinite."""
 
+    see = "troubleshooting#the-loss-is-nan"
+
 
 class RankError(TrainerKitError):
     """Ranks that disagree, or a rank that failed."""
+
+    see = "troubleshooting#ranks-disagree"
 
 
 class LaunchError(TrainerKitError, RuntimeError):

@@ -24,5 +24,6 @@ def describe_memory(trainer: Session, stage: str) -> str:
     return (
         f"out of memory at step {trainer.progress.step + 1}: {usage}\n"
         "  fix:   callbacks=[AutoMicroBatch()] repeats such a step with smaller micro-batches (one device and DDP); or"
-        " half the batch size with accumulate_grad_batches=2, precision='bf16-mixed', strategy='fsdp'"
+        " half the batch size with accumulate_grad_batches=2, precision='bf16-mixed', strategy='fsdp'\n"
+        "  see:   troubleshooting#cuda-out-of-memory"
     )

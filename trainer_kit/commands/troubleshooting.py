@@ -1,0 +1,47 @@
+"""The troubleshooting page, by section, for ``trainer-kit explain``: it is read where there is no network."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+from trainer_kit.core import errors
+
+__all__ = ["find_section"]
+
+_PAGE: Final = Path(__file__).with_suffix(".md")
+# Errors of torch that the run adds a note to.
+_OF_TORCH: Final = {"OutOfMemoryError": "cuda-out-of-memory"}
+
+
+def find_section(word: str | None) -> str | None:
+    """The section of the page about an error, with its heading; None if there is no such section.
+
+    Args:
+        word: the name of an error class, such as ``"NonFiniteError"``, or what its message names:
+            ``"troubleshooting#the-loss-is-nan"``.
+
+    Example:
+        >>> find_section("NonFiniteError").splitlines()[0]
+        'The loss is NaN'
+    """
+    if word is None:
+        return None
+    name = _OF_TORCH.get(word, word)
+    error = vars(errors).get(word)
+    if isinstance(error, type) and issubclass(error, errors.TrainerKitError):
+        name = error.see or name
+    anchor = name.removeprefix("troubleshooting#")
+    _, *sections = re.split(r"^## ", _PAGE.read_text(encoding="utf-8"), flags=re.M)
+    for section in sections:
+        heading, _, _ = section.partition("\n")
+        if _anchor(heading) == anchor:
+            return section.strip()
+    return None
+
+
+def _anchor(heading: str) -> str:
+    """The anchor of a heading on the site."""
+    letters = re.sub(r"[^\w\- ]", "", heading.lower())
+    return letters.strip().replace(" ", "-")
