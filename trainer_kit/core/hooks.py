@@ -141,8 +141,7 @@ class Callback:
 
     Example:
         >>> class PrintEpoch(Callback):
-        ...     @_facts(counts="ep", inside="epoch")
-    def on_train_epoch_end(self, trainer, pl_module):
+        ...     def on_train_epoch_end(self, trainer, pl_module):
         ...         print("epoch", trainer.current_epoch, "done")
     """
 
@@ -182,29 +181,28 @@ class Callback:
     def log(self, name: str, value: MetricValue, *args: Any, **kwargs: Any) -> None:
         """Record a value, as ``pl_module.log`` does in the same hook.
 
-            Args:
-                name: the metric's name.
-                value: a number, a tensor of one element, or a metric object with ``compute()``.
-                args: further options of `TrainModule.log`, in its order.
-                kwargs: the same options by name, such as ``on_epoch=True``.
+        Args:
+            name: the metric's name.
+            value: a number, a tensor of one element, or a metric object with ``compute()``.
+            args: further options of `TrainModule.log`, in its order.
+            kwargs: the same options by name, such as ``on_epoch=True``.
 
-            Raises:
-                LogError: values cannot be logged in this hook, or the options contradict it.
-                ConfigurationError: no entry point of a Trainer is running.
+        Raises:
+            LogError: values cannot be logged in this hook, or the options contradict it.
+            ConfigurationError: no entry point of a Trainer is running.
 
-            Example:
-                >>> import torch
-                >>> from trainer_kit import Trainer
-                >>> from trainer_kit.testing import TinyModule
-                >>> class Count(Callback):
-                ...     @_facts(counts="ep", inside="epoch")
-        def on_train_epoch_end(self, trainer, pl_module):
-                ...         self.log("batches", trainer.num_training_batches)
-                >>> trainer = Trainer(max_epochs=1, callbacks=[Count()], logger=False, enable_checkpointing=False,
-                ...                   enable_progress_bar=False, enable_model_summary=False)
-                >>> trainer.fit(TinyModule(), [torch.randn(4, 32)] * 3)
-                >>> float(trainer.callback_metrics["batches"])
-                3.0
+        Example:
+            >>> import torch
+            >>> from trainer_kit import Trainer
+            >>> from trainer_kit.testing import TinyModule
+            >>> class Count(Callback):
+            ...     def on_train_epoch_end(self, trainer, pl_module):
+            ...         self.log("batches", trainer.num_training_batches)
+            >>> trainer = Trainer(max_epochs=1, callbacks=[Count()], logger=False, enable_checkpointing=False,
+            ...                   enable_progress_bar=False, enable_model_summary=False)
+            >>> trainer.fit(TinyModule(), [torch.randn(4, 32)] * 3)
+            >>> float(trainer.callback_metrics["batches"])
+            3.0
         """
         self._running_module(f"log({name!r})").log(name, value, *args, **kwargs)
 
