@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib import import_module
 from typing import Any, Final
 
@@ -15,6 +15,8 @@ from trainer_kit.core.registry import OPTIMIZERS
 from trainer_kit.core.types import SavedState, StateDict
 
 __all__ = [
+    "NEED_MATRICES",
+    "NEED_WHOLE_ROWS",
     "from_plain_tensors",
     "make_optimizer",
     "to_plain_tensors",
@@ -133,8 +135,20 @@ def from_plain_tensors(state: SavedState) -> StateDict:
     return tensors
 
 
-def why_not_shardable(optimizer: Optimizer) -> str | None:
+NEED_WHOLE_ROWS: Final = ("Adafactor",)
+"""Names of optimizers, of torch, transformers and others, whose operators torch does not have for shards."""
+NEED_MATRICES: Final = (*NEED_WHOLE_ROWS, "Muon")
+"""Names of optimizers that would train another model, or fail, on flat masters."""
+
+
+def why_not_shardable(
+    optimizer: Optimizer, refused_names: Collection[str] = NEED_WHOLE_ROWS
+) -> str | None:
     """The reason why an optimizer needs whole parameters; None where it does not.
+
+    Args:
+        optimizer: as it will be stepped.
+        refused_names: classes that cannot step these parts of parameters; their subclasses neither.
 
     Example:
         >>> from torch import nn
@@ -147,6 +161,9 @@ def why_not_shardable(optimizer: Optimizer) -> str | None:
     is_private = type(optimizer).__name__.startswith("_")
     if library.startswith("torchao.optim") and not is_private:
         return "torchao's low-bit states of a part cannot be saved exactly"
+    for base in type(optimizer).__mro__:
+        if base.__name__ in refused_names:
+            return "it updates a matrix as a whole, by its rows and columns"
     return None
 
 

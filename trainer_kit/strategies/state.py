@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
@@ -23,6 +23,7 @@ from trainer_kit.core.state_names import (
 from trainer_kit.core.types import Keywords, SavedState, StateDict
 from trainer_kit.precision.converted import QuantizedLayer
 from trainer_kit.precision.optimizers import (
+    NEED_WHOLE_ROWS,
     from_plain_tensors,
     to_plain_tensors,
     why_not_shardable,
@@ -201,18 +202,24 @@ class _Replacement:
         return self.original() is not None and self.module() is not None
 
 
-def refuse_unshardable(optimizer: Optimizer) -> None:
+def refuse_unshardable(
+    optimizer: Optimizer, refused_names: Collection[str] = NEED_WHOLE_ROWS
+) -> None:
     """Refuse an optimizer that needs full parameters.
+
+    Args:
+        optimizer: as it will be stepped.
+        refused_names: see `why_not_shardable`.
 
     Raises:
         StrategyError: with the reason.
     """
-    reason = why_not_shardable(optimizer)
+    reason = why_not_shardable(optimizer, refused_names)
     if reason is not None:
         raise StrategyError(
             f"{type(optimizer).__name__} does not support sharded parameters",
             found=reason,
-            fix="train with DDP, or with an optimizer of torch",
+            fix="train with DDP, or with an optimizer that updates each element by itself, such as torch's AdamW",
         )
 
 

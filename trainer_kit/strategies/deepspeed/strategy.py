@@ -26,6 +26,7 @@ from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.core.state_names import plain_state
 from trainer_kit.core.types import JsonObject, SavedState, StateDict
+from trainer_kit.precision.optimizers import NEED_MATRICES
 from trainer_kit.precision.precision import EXCHANGING, Precision
 from trainer_kit.strategies.deepspeed.config import (
     RunFacts,
@@ -319,8 +320,11 @@ class DeepSpeedStrategy(Strategy):
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Make the engine of module and optimizer; it puts its flat masters into the optimizer's groups."""
         self._check_optimizer(optimizer)
-        # The engine steps flat masters, of which each rank has a part.
-        refuse_unshardable(optimizer)
+        # The engine steps flat masters, of which each rank has a part; without ZeRO each parameter is whole.
+        refused_names: Sequence[str] = ()
+        if self.stage > 0:
+            refused_names = NEED_MATRICES
+        refuse_unshardable(optimizer, refused_names)
         # Copied now: `initialize` replaces the parameters of the optimizer's groups by its masters.
         groups = [list(group["params"]) for group in optimizer.param_groups]
         self._groups = [group for group in groups if group]
