@@ -191,6 +191,14 @@ def test_a_rank_without_a_batch_takes_the_values_of_the_others():
 
 
 @pytest.mark.world_size(2)
+def test_a_rank_without_the_last_batch_adds_no_value_of_an_earlier_step():
+    """The second step has one sample: rank 1 has none, and its last value is of the first step."""
+    trainer = fit(Net(lambda m, b: m.log("a", b.mean(), on_epoch=True)), count=5)
+    assert trainer.global_step == 2
+    assert values(trainer, "a_step", "a_epoch") == [4.0, 2.0]
+
+
+@pytest.mark.world_size(2)
 def test_validation_is_weighted_over_ranks():
     loader = torch.utils.data.DataLoader(torch.arange(5.0), batch_size=2)
     trainer = fit(Net(val=lambda m, b: m.log("a", b.mean())), loader)

@@ -612,10 +612,21 @@ def _reduce_together(
     values: list[float] = []
     for number, entry in enumerate(entries):
         column = 2 * number
-        pairs = [(row[column], row[column + 1]) for row in rows]
+        turn_column = 2 * len(entries) + number
         # Without a weight a rank has logged nothing.
-        logged = [pair for pair in pairs if pair[1]]
-        values.append(_reduce_over_ranks(entry.reduce, logged))
+        logged = [row for row in rows if row[column + 1]]
+        # A rank without a share of the last batch has a value of an earlier step.
+        latest = max(
+            (row[turn_column] for row in logged),
+            default=0.0,
+        )
+        pairs = []
+        for row in logged:
+            if row[turn_column] == latest:
+                pair = (row[column], row[column + 1])
+                pairs.append(pair)
+        value = _reduce_over_ranks(entry.reduce, pairs)
+        values.append(value)
     return values
 
 
@@ -653,12 +664,18 @@ def _latest(entries: list[Entry]) -> list[float]:
 def _exchange_pairs(
     entries: list[Entry], step: bool, group: Group | None
 ) -> list[list[float]]:
-    """For each rank the values and weights of these entries, one after the other."""
+    """For each rank the values and weights of these entries, one after the other, and then when each was logged.
+
+    That is the count of steps for values of a step; for sums it has no meaning, and is 0.
+    """
     pairs: list[Tensor] = []
+    turns: list[float] = []
     for entry in entries:
         if step and entry.last is not None:
             pairs.append(entry.step_pair())
+            turns.append(entry.turn)
             continue
+        turns.append(0)
         entry.fold()
         if entry.sums is None:
             pairs.append(torch.zeros(2, dtype=torch.float64))
@@ -668,6 +685,12 @@ def _exchange_pairs(
     devices = [pair.device for pair in pairs]
     device = next((each for each in devices if each.type != "cpu"), devices[0])
     # One device for all, so that one exchange and one read are enough.
+    # Not of a narrow dtype: steps are counted exactly.
+    turn_numbers = torch.tensor(
+        turns,
+        dtype=pairs[0].dtype,
+    )
+    pairs.append(turn_numbers)
     flat = torch.cat([pair.to(device) for pair in pairs])
     if group is None or group.size == 1:
         return [flat.tolist()]  # sync point: the flush
