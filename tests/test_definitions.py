@@ -8,6 +8,11 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "trainer_kit"
+STATES_OF_RANKS = {
+    "state/rank_states.py": "the definition",
+    "state/collect.py": "the state of a Trainer",
+    "accelerator/checkpoints.py": "the state of an Accelerator",
+}
 PLACES = {
     "get_balanced_memory": {
         "inference/device_map.py": "the definition",
@@ -40,6 +45,14 @@ PLACES = {
     "on_test_epoch_start": {
         "core/hooks.py": "the definition; the call makes the name from the verb",
     },
+    "enable_autolog_hparams": {
+        "trainer.py": "the definition: an argument of the Trainer",
+        "training/session.py": "its attribute",
+        "training/entry_points.py": "its use",
+    },
+    "collect_rank_states": STATES_OF_RANKS,
+    "restore_rank_rng": STATES_OF_RANKS,
+    "restore_rank_buffers": STATES_OF_RANKS,
 }
 """By name, the files of the package that may name it, each with the reason."""
 

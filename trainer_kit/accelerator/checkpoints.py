@@ -6,11 +6,10 @@ import os
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -33,8 +32,7 @@ from trainer_kit.core.collective_errors import (
     on_rank_zero,
 )
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
-from trainer_kit.core.seed import restore_rng, rng_state
-from trainer_kit.core.state_names import load_module_weights, names_in
+from trainer_kit.core.state_names import load_module_weights
 from trainer_kit.core.types import Keywords, Stateful
 from trainer_kit.data.sources import has_state
 from trainer_kit.options.records import ProjectConfiguration
@@ -43,16 +41,21 @@ from trainer_kit.precision.precision import Precision
 from trainer_kit.state.collect import (
     SavedState,
     State,
-    describe_rank_change,
-    rank_buffers,
     weights_to_write,
 )
 from trainer_kit.state.optimizer_states import (
     optimizer_state,
     owned_parameters,
     parameter_names,
-    restore_optimizer,
+    restore_optimizers,
     restore_scheduler,
+)
+from trainer_kit.state.rank_states import (
+    by_rank,
+    collect_rank_states,
+    describe_rank_change,
+    restore_rank_buffers,
+    restore_rank_rng,
 )
 from trainer_kit.state.resume import local_tensors
 from trainer_kit.step.optimizers import OptimizerProxy
@@ -61,20 +64,15 @@ from trainer_kit.strategies.strategy import Strategy
 __all__ = ["Checkpoints"]
 
 
-@dataclass(frozen=True)
-class _RankState:
-    """What a process contributes to a state.
+class _RankContent(NamedTuple):
+    """What the objects of a process hold.
 
     Attributes:
-        rng: the states of its random generators.
         loaders: the state of each prepared loader.
-        data_rank: its rank in the data group.
         version: its directory of logs; the main process has the loggers.
     """
 
-    rng: State
     loaders: list[State]
-    data_rank: int
     version: str
 
 
@@ -176,29 +174,24 @@ class Checkpoints:
         ]
         state["precision"] = self._precision.state_dict()
         state["window"] = self._accumulation.state_dict()
-        buffers: list[dict[str, Tensor]] = []
 
-        # All calls of the user's `state_dict` methods in one function: an error on one process is raised on all, which
-        # would otherwise wait for it in the next exchange.
-        def collect_of_rank() -> _RankState:
+        # All calls of the user's `state_dict` methods, of which any may fail on one process alone.
+        def collect_content() -> _RankContent:
             state["schedulers"] = _state_dicts(self._prepared.schedulers)
             state["objects"] = _state_dicts(self.objects)
-            loaders = _state_dicts(self._prepared.loaders)
-            for module in self._modules:
-                buffers.append(rank_buffers(self._strategy, module))
-            # After the objects, whose `state_dict` may draw random numbers.
-            rng = rng_state(self._strategy.device)
-            return _RankState(rng, loaders, self._strategy.data.rank, version)
+            return _RankContent(_state_dicts(self._prepared.loaders), version)
 
-        ranks = on_every_rank(self._world, collect_of_rank)
-        state["rng"] = [rank.rng for rank in ranks]
-        state["data_ranks"] = [rank.data_rank for rank in ranks]
-        state["loaders"] = _states_by_loader(ranks)
-        # Buffers may be large, so they are not part of the record that every process receives.
-        # None on all but the writing process.
-        buffers_by_rank = self._world.gather_object(buffers)
-        if buffers_by_rank is not None and any(map(any, buffers_by_rank)):
-            state["buffers"] = buffers_by_rank
+        ranks = collect_rank_states(
+            self._world, self._strategy, self._modules, collect_content
+        )
+        state["rng"] = ranks.rng
+        state["data_ranks"] = ranks.data_ranks
+        loaders = [content.loaders for content in ranks.contents]
+        # For each loader its states by data rank: processes with equal data have equal loaders.
+        loaders = by_rank(list(zip(ranks.data_ranks, loaders, strict=True)))
+        state["loaders"] = [list(states) for states in zip(*loaders, strict=True)]
+        if ranks.buffers is not None:
+            state["buffers"] = ranks.buffers
         state["progress"] = {
             "step": self._accumulation.step,
             "iteration": self._directories.iteration,
@@ -206,7 +199,7 @@ class Checkpoints:
             # Not the number of weights in the state: a hook may take weights out.
             "models": len(self._prepared.models),
             # The main process has the loggers.
-            "version": ranks[0].version,
+            "version": ranks.contents[0].version,
         }
         return state
 
@@ -443,19 +436,17 @@ class Checkpoints:
         """
         # Every process makes this call before any of them returns: it compares their data ranks.
         rank_change = describe_rank_change(self._strategy, state)
-        if rank_change is not None:
-            self._processes.print(
-                f"resuming {rank_change}: random layers draw different numbers"
-            )
+        restore_rank_rng(self._strategy, state, rank_change, self._processes.print)
+        if rank_change is not None or "buffers" not in state:
             return
-        rank = self._processes.process_index
-        restore_rng(state["rng"][rank], self._strategy.device)
-        if "buffers" not in state:
-            return
-        # The weights in the state have the running statistics of the main process only.
-        for module, buffers in zip(self._modules, state["buffers"][rank], strict=False):
+        modules: list[nn.Module] = []
+        buffers: list[SavedState] = []
+        saved = state["buffers"][self._processes.process_index]
+        for module, module_buffers in zip(self._modules, saved, strict=False):
             if id(module) in modules_to_load:
-                module.load_state_dict(names_in(module, buffers), strict=False)
+                modules.append(module)
+                buffers.append(module_buffers)
+        restore_rank_buffers(modules, buffers)
 
     def _load_other_objects(
         self, state: SavedState, owned: Sequence[list[list[nn.Parameter]]]
@@ -478,7 +469,7 @@ class Checkpoints:
 
     def _load_optimizers(
         self, state: SavedState, owned: Sequence[list[list[nn.Parameter]]]
-    ) -> dict[int, SavedState]:
+    ) -> dict[int, State]:
         """Load optimizers, and return the options of each that keep their newly configured values, by its id."""
         say = self._processes.print
         names = self._parameter_names()
@@ -488,14 +479,15 @@ class Checkpoints:
             saved_weights = state.get(_model_key(index), {})
             for name, value in saved_weights.items():
                 weights[self._unique_name(index, name)] = value
-        reconfigured: dict[int, SavedState] = {}
-        for optimizer, groups, saved in zip(
-            self._optimizers, owned, state["optimizers"], strict=True
-        ):
-            reconfigured[id(optimizer)] = restore_optimizer(
-                self._strategy, optimizer, groups, saved, names, say, weights
-            )
-        return reconfigured
+        return restore_optimizers(
+            self._strategy,
+            self._optimizers,
+            owned,
+            state["optimizers"],
+            names,
+            say,
+            weights,
+        )
 
     def _load_schedulers(
         self, state: SavedState, reconfigured: Mapping[int, SavedState]
@@ -580,18 +572,6 @@ class Checkpoints:
 
 def _state_dicts(objects: Sequence[Stateful]) -> list[State]:
     return [dict(obj.state_dict()) for obj in objects]
-
-
-def _states_by_loader(ranks: Sequence[_RankState]) -> list[list[State]]:
-    """Return for each loader its states, by data rank.
-
-    Ranks with equal data have equal loaders: the first of them counts.
-    """
-    loaders_by_data_rank: dict[int, list[State]] = {}
-    for rank in ranks:
-        loaders_by_data_rank.setdefault(rank.data_rank, rank.loaders)
-    loaders = [loaders_by_data_rank[rank] for rank in sorted(loaders_by_data_rank)]
-    return [list(states) for states in zip(*loaders, strict=True)]
 
 
 def _weights_by_model(

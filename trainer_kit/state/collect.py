@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -13,12 +12,12 @@ from trainer_kit.checkpoint.encoding import encode
 from trainer_kit.core.collective_errors import fail_together, on_every_rank
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.display import holds_secret, mask_secrets, plural
-from trainer_kit.core.errors import CheckpointError, TrainerKitError
+from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.module import TrainModule
-from trainer_kit.core.seed import restore_rng, rng_state
-from trainer_kit.core.state_names import names_in, plain_state, state_name
+from trainer_kit.core.state_names import state_name
 from trainer_kit.core.types import SavedState
+from trainer_kit.state.checkpoint_errors import checkpoint_errors
 from trainer_kit.state.data_changes import compare_data
 from trainer_kit.state.optimizer_states import (
     add_groups,
@@ -27,9 +26,16 @@ from trainer_kit.state.optimizer_states import (
     owned_parameters,
     parameter_names,
     restore_flags,
-    restore_optimizer,
+    restore_optimizers,
     restore_scheduler,
     without_wrapper_names,
+)
+from trainer_kit.state.rank_states import (
+    by_rank,
+    collect_rank_states,
+    describe_rank_change,
+    restore_rank_buffers,
+    restore_rank_rng,
 )
 from trainer_kit.step.optimizers import Optimizers
 from trainer_kit.step.run import Fit
@@ -38,13 +44,10 @@ from trainer_kit.strategies.strategy import Strategy
 __all__ = [
     "SavedState",
     "State",
-    "checkpoint_errors",
     "collect",
     "completed_progress",
-    "describe_rank_change",
     "module_state",
     "plain_hparams",
-    "rank_buffers",
     "rank_part_name",
     "restore",
     "weights_to_write",
@@ -178,24 +181,20 @@ def _optimizer_states(run: Fit, names: Mapping[int, str]) -> list[State]:
     return [optimizer_state(run.strategy, optimizer, names) for optimizer in optimizers]
 
 
-class _RankState(NamedTuple):
-    """What each rank contributes to the state.
+class _RankContent(NamedTuple):
+    """What the objects of each rank hold.
 
     Attributes:
         report_rank: its rank in the report group.
         reporter: the rank whose metrics count for this report rank.
         metrics: the state of its metrics.
-        data_rank: its rank among those that get different batches.
         loaders: the state of its data loaders.
-        rng: the state of its random generators.
     """
 
     report_rank: int
     reporter: int
     metrics: object
-    data_rank: int
     loaders: State | None
-    rng: State
 
 
 def _add_user_state(
@@ -205,33 +204,38 @@ def _add_user_state(
     datamodule: DataModule | None,
 ) -> None:
     """Add the state of the user's objects, and that of every rank. Every rank must call it."""
-    world = run.strategy.world
-    local_buffers: list[_Tensors] = []
-    swapped_out: _Tensors = {}
+    swapped_out: dict[str, Tensor] = {}
     for callback in callbacks:
         # While averages are swapped in, the live buffers are with the callback.
         swapped_out.update(callback.lent_weights)
 
-    def collect_user_state() -> _RankState:
-        # Appended rather than returned: what a rank returns is sent to all others.
-        local_buffers.append(rank_buffers(run.strategy, run.module, swapped_out))
+    def collect_content() -> _RankContent:
         state.update(_user_state(run, callbacks, datamodule))
-        return _rank_state(run, state["progress"])
+        return _RankContent(
+            report_rank=run.strategy.reports.rank,
+            reporter=run.strategy.reporter,
+            metrics=run.metrics.state_dict(),
+            loaders=_loader_state(run, state["progress"]),
+        )
 
-    # An object of one rank may raise: then every rank raises here, instead of waiting in the gather below.
-    ranks = on_every_rank(world, collect_user_state)
-    # By rank: resuming on another number of ranks is recognized by the length of this list.
-    state["rng"] = [rank.rng for rank in ranks]
-    state["data_ranks"] = [rank.data_rank for rank in ranks]
-    # Once for each data rank, however many ranks read its batches: that number depends on the layout.
-    state["loaders"] = _by_rank([(rank.data_rank, rank.loaders) for rank in ranks])
-    state["metrics"] = _by_rank(
-        [(rank.report_rank, ranks[rank.reporter].metrics) for rank in ranks]
+    ranks = collect_rank_states(
+        run.strategy.world, run.strategy, [run.module], collect_content, swapped_out
     )
-    # They are large: rank 0, which writes them, is the only one that gets them.
-    buffers = world.gather_object(local_buffers[0])
-    if buffers is not None and any(buffers):
-        state["buffers"] = buffers
+    contents = ranks.contents
+    state["rng"] = ranks.rng
+    state["data_ranks"] = ranks.data_ranks
+    # Once for each data rank, however many ranks read its batches: that number depends on the layout.
+    loaders = [content.loaders for content in contents]
+    state["loaders"] = by_rank(list(zip(ranks.data_ranks, loaders, strict=True)))
+    state["metrics"] = by_rank(
+        [
+            (content.report_rank, contents[content.reporter].metrics)
+            for content in contents
+        ]
+    )
+    if ranks.buffers is not None:
+        # A run has one module.
+        state["buffers"] = [buffers[0] for buffers in ranks.buffers]
 
 
 def _call_hooks(
@@ -267,22 +271,6 @@ def _user_state(
     return state
 
 
-def _rank_state(run: Fit, completed: State) -> _RankState:
-    strategy = run.strategy
-    metrics = run.metrics.state_dict()
-    loaders = _loader_state(run, completed)
-    # Last: the user's objects may have drawn numbers for their states.
-    rng = rng_state(strategy.device)
-    return _RankState(
-        report_rank=strategy.reports.rank,
-        reporter=strategy.reporter,
-        metrics=metrics,
-        data_rank=strategy.data.rank,
-        loaders=loaders,
-        rng=rng,
-    )
-
-
 def _divergent_rank_state(run: Fit, names: Mapping[int, str]) -> State:
     """With an engine whose ranks have different weights, this rank's part, in addition to the shared part."""
     strategy = run.strategy
@@ -300,37 +288,6 @@ def _divergent_rank_state(run: Fit, names: Mapping[int, str]) -> State:
 def rank_part_name(rank: int | str) -> str:
     """The name of the part of a checkpoint that belongs to one rank; with ``""`` the prefix of all of them."""
     return f"replica-{rank}"
-
-
-def _by_rank(numbered: Sequence[tuple[int, object]]) -> list[object]:
-    """One value for each rank number, the last one given for it, in the order of the numbers."""
-    return [value for _, value in sorted(dict(numbered).items())]
-
-
-def rank_buffers(
-    strategy: Strategy,
-    module: nn.Module,
-    lent: Mapping[str, Tensor] | None = None,
-) -> _Tensors:
-    """The buffers of this rank that rank 0's ``state_dict`` does not have, on the CPU, to be sent.
-
-    Args:
-        strategy: under which the module is trained.
-        module: whose buffers.
-        lent: by name, live tensors that are currently swapped out of the module (for example for EMA).
-    """
-    # Rank 0's buffers are in its state_dict; without buffers of their own all ranks hold the same.
-    if strategy.world.rank == 0 or not strategy.own_buffers:
-        return {}
-    persistent = plain_state(module)
-    live = lent or {}
-    buffers: _Tensors = {}
-    for module_name, buffer in module.named_buffers(remove_duplicate=False):
-        name = state_name(module_name)
-        if name in persistent:
-            tensor = live.get(name, buffer)
-            buffers[name] = tensor.detach().cpu()  # sync point: a checkpoint
-    return buffers
 
 
 def weights_to_write(
@@ -473,23 +430,16 @@ def _restore_steps(
     parameter_groups: Sequence[Sequence[Sequence[nn.Parameter]]],
     names: Mapping[int, str],
 ) -> None:
-    reconfigured: dict[int, State] = {}
     with checkpoint_errors("optimizer_states"):
-        for optimizer, groups, saved in zip(
+        reconfigured = restore_optimizers(
+            run.strategy,
             configured.optimizers,
             parameter_groups,
             state["optimizer_states"],
-            strict=True,
-        ):
-            reconfigured[id(optimizer)] = restore_optimizer(
-                run.strategy,
-                optimizer,
-                groups,
-                saved,
-                names,
-                run.say,
-                state["state_dict"],
-            )
+            names,
+            run.say,
+            state["state_dict"],
+        )
     # After the optimizers: `reconfigured` says which learning rates the user has changed since.
     with checkpoint_errors("lr_schedulers"):
         saved_schedulers = state["lr_schedulers"]
@@ -523,23 +473,6 @@ def _restore_user_state(
             datamodule.load_state_dict(state["datamodule"])
 
 
-def describe_rank_change(strategy: Strategy, state: SavedState) -> str | None:
-    """How the ranks differ from those that saved; None where each rank's generators and buffers still match."""
-    world = strategy.world
-    saved_ranks = len(state.get("rng", ()))
-    # An imported checkpoint of another library has none.
-    if not saved_ranks:
-        return "without random states"
-    if saved_ranks != world.size:
-        return f"{plural(saved_ranks, 'rank')} on {world.size}"
-    # Ranks that get the same batch have agreed on what they draw.
-    data_ranks = [int(row[0]) for row in world.agree([strategy.data.rank])]
-    # Older checkpoints lack this entry.
-    if state.get("data_ranks", data_ranks) == data_ranks:
-        return None
-    return f"{plural(saved_ranks, 'rank')} that now share batches among them in another way"
-
-
 def _restore_rank_state(run: Fit, state: SavedState, rank_change: str | None) -> None:
     rank = run.strategy.world.rank
     with checkpoint_errors("metrics"):
@@ -554,40 +487,9 @@ def _restore_rank_state(run: Fit, state: SavedState, rank_change: str | None) ->
             f"this checkpoint was taken inside step {run.progress.step + 1}, which runs again: what it drew and did to"
             " buffers before is not undone (trainer.request_checkpoint takes one between two steps)"
         )
-    with checkpoint_errors("rng"):
-        if rank_change is None:
-            restore_rng(state["rng"][rank], run.strategy.device)
-        else:
-            run.say(f"resuming {rank_change}: random layers draw different numbers")
-    with checkpoint_errors("buffers"):
-        if "buffers" in state and rank_change is None:
-            buffers = names_in(run.module, state["buffers"][rank])
-            run.module.load_state_dict(buffers, strict=False)
-
-
-@contextmanager
-def checkpoint_errors(part_name: str, *unchanged: type[Exception]) -> Iterator[None]:
-    """Turn every error of an object that refuses its saved state into a `CheckpointError`.
-
-    Args:
-        part_name: of the state.
-        unchanged: errors that are raised as they are.
-
-    Raises:
-        CheckpointError: in place of every other error.
-    """
-    raised_unchanged: tuple[type[Exception], ...] = (
-        TrainerKitError,
-        Warning,
-        *unchanged,
-    )
-    try:
-        yield
-    except raised_unchanged:
-        raise
-    except Exception as error:
-        reason = f"it does not fit this run: {type(error).__name__}: {error}"
-        raise CheckpointError(part_name, None, reason) from error
+    restore_rank_rng(run.strategy, state, rank_change, run.say)
+    if "buffers" in state and rank_change is None:
+        restore_rank_buffers([run.module], [state["buffers"][rank]])
 
 
 def _loader_state(run: Fit, completed: SavedState) -> State | None:

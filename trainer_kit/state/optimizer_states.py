@@ -34,6 +34,7 @@ __all__ = [
     "reset_flags",
     "restore_flags",
     "restore_optimizer",
+    "restore_optimizers",
     "restore_scheduler",
     "scheduler_parts",
     "watch_groups",
@@ -150,6 +151,26 @@ def _parameter_name(
 ) -> str:
     # A parameter that is not the module's has only a position.
     return names.get(id(parameter), f"group{group}.{index}")
+
+
+def restore_optimizers(
+    strategy: Strategy,
+    optimizers: Sequence[Optimizer],
+    parameter_groups: Sequence[_ParameterGroups],
+    saved_states: Sequence[_Saved],
+    names: Mapping[int, str],
+    say: Callable[[str], None],
+    weights: Mapping[str, object] | None,
+) -> dict[int, _Options]:
+    """Restore each optimizer, as `restore_optimizer`; return the options that keep their new value by its id."""
+    reconfigured: dict[int, _Options] = {}
+    for optimizer, groups, saved in zip(
+        optimizers, parameter_groups, saved_states, strict=True
+    ):
+        reconfigured[id(optimizer)] = restore_optimizer(
+            strategy, optimizer, groups, saved, names, say, weights
+        )
+    return reconfigured
 
 
 def restore_optimizer(

@@ -48,9 +48,9 @@ from trainer_kit.core.errors import (
 from trainer_kit.core.location import Location, absolute, locate
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import Group
+from trainer_kit.state.checkpoint_errors import checkpoint_errors
 from trainer_kit.state.collect import (
     State,
-    checkpoint_errors,
     plain_hparams,
     rank_part_name,
 )
