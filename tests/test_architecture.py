@@ -90,8 +90,8 @@ FOREIGN_MEMBERS = {
         sched_getaffinity sysconf target targets""",
     "torch, by its version, its device, the class of a layer, or whether a tensor is a DTensor": """
         _clear_DTensor_sharding_propagator_cache _use_count
-        _metadata _num_yielded _reset_parameters _schedulers _step_count _torchdynamo_orig_callable _unsharded_param
-        all_gather_single_autograd base_lrs chunks device_mesh full_tensor hip in_order is_initialized
+        _num_yielded _reset_parameters _schedulers _torchdynamo_orig_callable _unsharded_param
+        _disable_dynamo base_lrs chunks device_mesh full_tensor hip in_order is_initialized
         max_memory_allocated mem_get_info options placements reset_iter_state reset_parameters
         reset_peak_memory_stats reshard set_requires_gradient_sync to_local total_steps wait worker_method""",
     "data loaders, samplers and schedulers of users, of any class": """batch_sampler batch_size collate_fn dataset
@@ -118,16 +118,23 @@ FOREIGN_MEMBERS = {
     "Megatron, by its optimizer": """chained_optimizers gated_linear_unit grad_scaler main_param set_input_tensor
         tensor_model_parallel""",
 }
-# The rooms in which private names of torch stand in one module, `torch_private`, and names of other libraries that
-# look like them.
-ROOMS_WITH_PRIVATE_MODULE = ("hang", "metrics", "precision", "strategies")
+# Private names of torch stand in the modules `torch_private`. These are not torch's, and look like them.
 PRIVATE_NAMES_OF_OTHERS = {
-    "Python": "_exit",
+    "Python": """_asdict _current_frames _exit _fields _getframe _option_string_actions _replace _run_exitfuncs
+        _shutdown _SubParsersAction""",
+    "this package, from `__dict__` of a module": "_prepared",
+    "ClearML": "_report_subprocess_enabled",
     "DeepSpeed": "_config _hp_mapping _partition_all_parameters _z3_optimizer",
+    "Hugging Face datasets": "_ex_iterable",
     "Megatron": "_get_model_param_range_map _growth_tracker _hysteresis_tracker",
+    "pytest": "_fixtureinfo _pytest",
+    "TensorBoard": "_get_file_writer",
     "torch_xla": "_XLAC _xla_runtime_is_initialized",
-    "transformers": "_tp_plan",
+    "tqdm": "_time",
+    "transformers": "_no_split_modules _tie_weights _tp_plan",
 }
+# Strings that torch has as a private name too: why each is not torch's.
+STRINGS_OF_OTHERS = {"_device": "the end of the name of an option of DeepSpeed"}
 FORBIDDEN_NAMES = {
     "utils",
     "util",
@@ -696,13 +703,28 @@ def test_parts_of_a_run_are_not_probed() -> None:
     )
 
 
+def own_names(module: ast.Module) -> set[str]:
+    """The names of functions and classes of a module, and of the attributes that its classes set."""
+    names = set()
+    for node in ast.walk(module):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {
+                statement.target.id
+                for statement in node.body
+                if isinstance(statement, ast.AnnAssign)
+                and isinstance(statement.target, ast.Name)
+            }
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if ast.unparse(node.value) == "self":
+                names.add(node.attr)
+    return names
+
+
 def private_names(path: Path) -> Iterator[tuple[ast.AST, str]]:
     """Each private name of another library that a module imports, reads, stores or looks up by a literal."""
-    defined = {
-        node.name
-        for node in ast.walk(tree(path))
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
-    }
+    defined = own_names(tree(path))
     for node in ast.walk(tree(path)):
         names: list[str] = []
         if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(
@@ -725,20 +747,59 @@ def private_names(path: Path) -> Iterator[tuple[ast.AST, str]]:
                 yield node, name
 
 
+def private_texts(path: Path) -> Iterator[tuple[ast.Constant, str]]:
+    """Each string of a module that is a private name, or a path to one in torch; no docstrings."""
+    for node in ast.walk(tree(path)):
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+            continue
+        if re.fullmatch(r"_[A-Za-z]\w+", node.value):
+            yield node, node.value
+        elif re.fullmatch(r"torch(\.\w+)*\._\w+(\.\w+)*", node.value):
+            yield node, node.value.rpartition(".")[2]
+
+
+def torch_names(path: Path) -> set[str]:
+    """The private names of a module `torch_private`, without those of torch's modules, which are parts of a path."""
+    names = {name for _, name in private_names(path)}
+    names |= {name for _, name in private_texts(path)}
+    modules = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ImportFrom):
+            modules |= set((node.module or "").split("."))
+    # Modules that are imported from their package, or read as attributes of it.
+    modules |= {"_C", "_dynamo", "_inductor", "_redistribute", "_attention"}
+    modules |= {"_functional_collectives", "_fsdp_param", "_distributed_c10d"}
+    return {name for name in names - modules if name not in own_names(tree(path))}
+
+
 def test_private_names_of_torch_stand_in_one_module() -> None:
     """A new release of torch may move or remove them: one module of a room says what each is for."""
     others = set(" ".join(PRIVATE_NAMES_OF_OTHERS.values()).split())
-    found: set[str] = set()
+    held: dict[str, str] = {}
     violations = []
     for path in sources():
-        name = module_name(path)
-        if room(name) not in ROOMS_WITH_PRIVATE_MODULE:
+        if path.name != "torch_private.py":
+            continue
+        for name in sorted(torch_names(path)):
+            first = held.setdefault(name, module_name(path))
+            if first != module_name(path):
+                violations.append(f"{module_name(path)}: {name} stands in {first} too")
+    found: set[str] = set()
+    for path in sources():
+        if path.name == "torch_private.py":
             continue
         for node, private in private_names(path):
             found.add(private)
-            if private not in others and path.name != "torch_private.py":
+            if private not in others:
                 violations.append(
-                    f"{where(path, node)}: {private}: use torch_private of {room(name)}"
+                    f"{where(path, node)}: {private}: use a torch_private module"
+                )
+        for text, private in private_texts(path):
+            is_path = text.value != private
+            is_own = private in own_names(tree(path)) or private in STRINGS_OF_OTHERS
+            if is_path or (private in held and not is_own):
+                violations.append(
+                    f"{where(path, text)}: {private!r}: use a torch_private module"
                 )
     unused = [
         f"PRIVATE_NAMES_OF_OTHERS: {name} is not used any more"

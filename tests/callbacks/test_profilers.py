@@ -124,10 +124,10 @@ def test_a_snapshot_of_memory_is_of_the_recorded_steps(tmp_path, monkeypatch):
     def record(enabled="all"):
         calls.append(("record", enabled, len(steps)))
 
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
+    monkeypatch.setattr(profilers, "record_memory", record)
     monkeypatch.setattr(
-        torch.cuda.memory,
-        "_dump_snapshot",
+        profilers,
+        "save_memory_snapshot",
         lambda path: calls.append(("dump", path, len(steps))),
     )
 

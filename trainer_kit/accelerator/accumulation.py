@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Protocol, final
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
+from trainer_kit.core.torch_private import multiply_each
 from trainer_kit.core.types import Keywords, SavedState, StateDict
 from trainer_kit.precision.native import has_gradients
 from trainer_kit.strategies.gradients import local_gradients
@@ -457,7 +457,7 @@ class Accumulation:
         if gradients is None:
             gradients = local_gradients(optimizer)
         if gradients:
-            torch._foreach_mul_(gradients, self._expected / total)
+            multiply_each(gradients, self._expected / total)
 
     def end_reading(self, batches: Batches) -> None:
         """Remove a loader whose iteration has ended; of two loaders that are read together either may end first."""

@@ -28,6 +28,7 @@ from trainer_kit.core.collective_errors import (
 from trainer_kit.core.errors import ConfigurationError, RankError, did_you_mean
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.tensors import map_leaves, map_tensors, require_tensor, tensors_of
+from trainer_kit.core.torch_private import default_store
 from trainer_kit.core.types import Nested
 
 __all__ = ["Collectives"]
@@ -420,8 +421,7 @@ def _compare_calls(group: Group, call: str, data: Nested) -> None:
     """
     shapes = [shape_of(tensor).replace("torch.", "") for tensor in tensors_of(data)]
     record = {"call": f"{call}({', '.join(shapes)})", "at": _line_of_user()}
-    # torch has no public name for the store of the default group.
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     # Each process counts its calls: the n-th one here is compared with the n-th one of every other process.
     number = store.add(f"trainer_kit/calls/{group.rank}", 1)
     store.set(f"trainer_kit/call/{number}/{group.rank}", json.dumps(record))

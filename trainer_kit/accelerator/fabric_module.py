@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.tensors import map_leaves
+from trainer_kit.core.torch_private import CHILDREN
 from trainer_kit.core.types import Function, Nested
 
 __all__ = [
@@ -106,7 +107,7 @@ class FabricModule(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         # Not `self.module`, which would call this method again.
-        module = self.__dict__["_modules"]["module"]
+        module = self.__dict__[CHILDREN]["module"]
         if name == "module":
             return module
         attribute = getattr(module, name)
@@ -121,7 +122,7 @@ class FabricModule(nn.Module):
         return attribute
 
     def __setattr__(self, name: str, value: Any) -> None:
-        module = self.__dict__.get("_modules", {}).get("module")
+        module = self.__dict__.get(CHILDREN, {}).get("module")
         # nn.Module's constructor sets its attributes before there is a module.
         if module is None:
             super().__setattr__(name, value)

@@ -8,6 +8,7 @@ from typing import Any, final
 from torch.optim import Optimizer
 
 from trainer_kit.accelerator.accumulation import Accumulation
+from trainer_kit.accelerator.torch_private import count_call, counts_calls
 from trainer_kit.core.types import Function, LRSchedulerLike, SavedState, StateDict
 from trainer_kit.precision.precision import Precision
 from trainer_kit.step.closures import calls_once, refusal_of_scaling
@@ -171,7 +172,7 @@ class AcceleratedScheduler:
         self._window = window
         self._with_optimizer = with_optimizer
         # Chained schedulers count nothing themselves.
-        self._adjust = adjust and hasattr(scheduler, "_step_count")
+        self._adjust = adjust and counts_calls(scheduler)
         self._before_first_step = before_first_step
 
     def follow(self, optimizers: Sequence[AcceleratedOptimizer]) -> None:
@@ -195,7 +196,7 @@ class AcceleratedScheduler:
         if not self._window.sync:
             # torch's schedulers compare their count with that of the optimizer's calls, and warn.
             if self._adjust:
-                self.scheduler._step_count += 1
+                count_call(self.scheduler)
             return
         if any(optimizer.step_was_skipped for optimizer in self.optimizers):
             return

@@ -15,6 +15,13 @@ from torch.optim.swa_utils import get_swa_multi_avg_fn
 from trainer_kit.core.display import plural
 from trainer_kit.core.state_names import plain_state, state_name
 from trainer_kit.core.tensors import local
+from trainer_kit.core.torch_private import (
+    BUFFERS,
+    CHILDREN,
+    PARAMETERS,
+    copy_to_each,
+    direct_buffers,
+)
 from trainer_kit.core.types import SavedState, StateDict
 from trainer_kit.strategies.state import shard_like
 
@@ -123,9 +130,9 @@ class Averages:
                 key_names[id(tensor)] = name
                 self._names[name] = [name]
                 self._live[name] = tensor
-        kinds = ["_modules", "_parameters"]
+        kinds = [CHILDREN, PARAMETERS]
         if self._use_buffers:
-            kinds.append("_buffers")
+            kinds.append(BUFFERS)
         # The dicts of all submodules, and what they held: `follow` compares the two in every step.
         self._registries: list[dict[str, object]] = []
         for submodule in self._module.modules():
@@ -226,7 +233,7 @@ class Averages:
             # The first value of an average is the weight itself, whatever function the user passed.
             number = self.count - group.since
             if number == 0:
-                torch._foreach_copy_(averages, weights)
+                copy_to_each(averages, weights)
                 continue
             count: Tensor | int = number
             if self._count_as_tensor:
@@ -304,7 +311,7 @@ class Averages:
         if owner is None:
             return live
         _, _, buffer_name = name.rpartition(".")
-        buffer = owner._buffers.get(buffer_name)
+        buffer = direct_buffers(owner).get(buffer_name)
         if buffer is None or buffer.shape != live.shape:
             return live
         return buffer

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, final
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
+from trainer_kit.core.torch_private import BatchNorm, direct_parameters
 from trainer_kit.core.types import ParamGroup, SavedState
 
 __all__ = [
@@ -93,7 +93,7 @@ class BaseFinetuning(Callback):
         for module in candidates:
             has_children = any(True for _ in module.children())
             # A container with parameters of its own, besides its children, is kept for those.
-            if module._parameters or not has_children:
+            if direct_parameters(module) or not has_children:
                 flat[module] = None
         return list(flat)
 
@@ -103,7 +103,7 @@ class BaseFinetuning(Callback):
     ) -> Iterable[nn.Parameter]:
         """The parameters of these modules with this flag; ``train_bn=False`` leaves out batch norms."""
         for module in BaseFinetuning.flatten_modules(modules):
-            if isinstance(module, _BatchNorm) and not train_bn:
+            if isinstance(module, BatchNorm) and not train_bn:
                 continue
             for parameter in module.parameters(recurse=False):
                 if parameter.requires_grad == requires_grad:
@@ -124,7 +124,7 @@ class BaseFinetuning(Callback):
     def freeze(modules: _Modules, train_bn: bool = True) -> None:
         """Freeze these modules; with ``train_bn`` their batch norms are trained."""
         for module in BaseFinetuning.flatten_modules(modules):
-            _set_trainable(module, train_bn and isinstance(module, _BatchNorm))
+            _set_trainable(module, train_bn and isinstance(module, BatchNorm))
 
     @staticmethod
     def filter_on_optimizer(
@@ -228,15 +228,15 @@ class BaseFinetuning(Callback):
 
 
 def _set_trainable(module: nn.Module, is_trainable: bool) -> None:
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, BatchNorm):
         module.track_running_stats = is_trainable
     for parameter in module.parameters(recurse=False):
         parameter.requires_grad_(is_trainable)
 
 
-def _batch_norms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
+def _batch_norms(module: nn.Module) -> Iterator[tuple[str, BatchNorm]]:
     for name, submodule in module.named_modules():
-        if isinstance(submodule, _BatchNorm):
+        if isinstance(submodule, BatchNorm):
             yield name, submodule
 
 

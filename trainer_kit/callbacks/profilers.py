@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Final, Literal, final
 import torch
 
 from trainer_kit.callbacks.monitors import SectionTimes
+from trainer_kit.callbacks.torch_private import record_memory, save_memory_snapshot
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
@@ -303,8 +304,7 @@ class PyTorchProfiler(SectionTimes):
         if not self.memory_snapshot or self._remaining_steps != self.active:
             return
         if trainer.strategy.device.type == _HAS_SNAPSHOTS:
-            # torch documents no other name.
-            torch.cuda.memory._record_memory_history()
+            record_memory()
             self._records_memory = True
 
     def _stop(self, snapshot: Path | None = None) -> Any:
@@ -313,9 +313,9 @@ class PyTorchProfiler(SectionTimes):
         self._profile = None
         if self._records_memory:
             if snapshot is not None:
-                torch.cuda.memory._dump_snapshot(str(snapshot))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+                save_memory_snapshot(str(snapshot))
             # Recording costs time and memory at every allocation, so it ends with the recorded steps.
-            torch.cuda.memory._record_memory_history(enabled=None)
+            record_memory(enabled=None)
             self._records_memory = False
         if self._range is not None:
             self._range.__exit__(None, None, None)

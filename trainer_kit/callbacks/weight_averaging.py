@@ -20,6 +20,7 @@ from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
+from trainer_kit.core.torch_private import mark_stepped
 from trainer_kit.core.types import SavedState, StateDict
 
 __all__ = [
@@ -497,7 +498,7 @@ class StochasticWeightAveraging(WeightAveraging):
             optimizer, rates, self.annealing_epochs, self.annealing_strategy
         )
         # The loop holds the step as it was before SWALR wrapped it, so torch would warn of an epoch without a step.
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # torch sets it at run time
+        mark_stepped(optimizer)
         config = LRSchedulerConfig(scheduler, optimizer=optimizer)
         trainer.lr_scheduler_configs[:] = [config]
         self._anneals = True

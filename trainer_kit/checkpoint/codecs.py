@@ -33,8 +33,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from trainer_kit.checkpoint.torch_private import MUTATION_GUARD
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hparams import HParams
+from trainer_kit.core.torch_private import (
+    BUFFERS,
+    CHILDREN,
+    COMPILED_CALL,
+    PARAMETERS,
+    direct_buffers,
+    direct_parameters,
+    direct_submodules,
+)
 
 __all__ = [
     "Codec",
@@ -337,7 +347,7 @@ _FUNCTION_MODULES: Final = (
 )
 _STATE_SETTERS: Final = (
     "torch.nn.modules",
-    "torch._dynamo.mutation_guard",
+    MUTATION_GUARD,
     "torchmetrics",
 )
 """The modules whose ``__setstate__`` of a module is called; the second one replaces torch's once something compiles."""
@@ -475,9 +485,7 @@ def _find_imported(path: str) -> object:
 
 # -- modules -----------------------------------------------------------------------------------------------------------
 
-_OUTSIDE_STATE: Final = frozenset(
-    {"_compiled_call_impl", "_parameters", "_buffers", "_modules"}
-)
+_OUTSIDE_STATE: Final = frozenset({COMPILED_CALL, PARAMETERS, BUFFERS, CHILDREN})
 
 
 def why_not_module(kind: type[nn.Module]) -> str | None:
@@ -511,7 +519,7 @@ def module_to_plain(module: nn.Module) -> dict[str, Any]:
         if name == "training" or name not in defaults or value:
             attributes[name] = value
     parameters: dict[str, list[Any] | None] = {}
-    for name, parameter in module._parameters.items():
+    for name, parameter in direct_parameters(module).items():
         # None: registered without a value, as a layer without bias has it.
         parameters[name] = None
         if parameter is not None:
@@ -519,8 +527,8 @@ def module_to_plain(module: nn.Module) -> dict[str, Any]:
     return {
         "attributes": attributes,
         "parameters": parameters,
-        "buffers": dict(module._buffers),
-        "modules": dict(module._modules),
+        "buffers": dict(direct_buffers(module)),
+        "modules": dict(direct_submodules(module)),
     }
 
 
@@ -541,12 +549,12 @@ def module_from_plain(
     _check_kinds(plain["modules"], nn.Module)
     module: nn.Module = object.__new__(kind)
     state = vars(nn.Module()) | plain["attributes"]
-    state["_parameters"] = {
+    state[PARAMETERS] = {
         name: _parameter_from_plain(entry, parameters)
         for name, entry in plain["parameters"].items()
     }
-    state["_buffers"] = dict(plain["buffers"])
-    state["_modules"] = dict(plain["modules"])
+    state[BUFFERS] = dict(plain["buffers"])
+    state[CHILDREN] = dict(plain["modules"])
     set_state: Any = module.__setstate__  # torch does not type it
     set_state(state)
     return module

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from trainer_kit.checkpoint.files import tensors_of, torch_load
+from trainer_kit.checkpoint.torch_private import LAST_RATES
 from trainer_kit.core.errors import CheckpointError
 
 __all__ = [
@@ -183,7 +184,7 @@ def deepspeed_content(files: DeepSpeedFiles) -> DeepSpeedContent:
 def _scheduled_rates(schedule: Mapping[str, Any] | None) -> list[float]:
     rates = None
     if schedule is not None:
-        rates = schedule.get("_last_lr")
+        rates = schedule.get(LAST_RATES)
     if not isinstance(rates, list):
         return []
     # The file may be of any version: other values are no rates.

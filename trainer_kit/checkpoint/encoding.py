@@ -51,6 +51,8 @@ from trainer_kit.checkpoint.files import (
     torch_dtype,
 )
 from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.state_names import uncompiled
+from trainer_kit.core.torch_private import VERSIONS, set_versions, versions_of
 
 __all__ = [
     "TAG",
@@ -368,7 +370,7 @@ class _Encoder:
 
     def _module(self, module: nn.Module, path: _KeyPath) -> _Record:
         # A compiled module is stored as what was compiled.
-        module = module._modules.get("_orig_mod") or module
+        module = uncompiled(module)
         reason = why_not_module(type(module))
         if reason is not None:
             raise self._refusal(module, path, f"this module cannot be saved: {reason}")
@@ -433,9 +435,9 @@ class _Encoder:
             return tree
         record = _record(type(value).__name__, tree)
         # Versions of modules, which load_state_dict reads.
-        metadata = getattr(value, "_metadata", None)
+        metadata = versions_of(value)
         if metadata is not None:
-            record["metadata"] = self.encode(metadata, (*path, "_metadata"))
+            record["metadata"] = self.encode(metadata, (*path, VERSIONS))
         return record
 
     def _key(self, key: object, path: _KeyPath) -> Tree:
@@ -602,9 +604,8 @@ class _Decoder:
 
     def ordered(self, record: _Record, path: _KeyPath) -> OrderedDict[Any, Any]:
         value = OrderedDict(self.decode(record["v"], path))
-        # torch sets this attribute on each state_dict, and its type stubs do not know it.
         if "metadata" in record:
-            value._metadata = self.decode(record["metadata"], (*path, "_metadata"))  # type: ignore[attr-defined]
+            set_versions(value, self.decode(record["metadata"], (*path, VERSIONS)))
         return value
 
     def enum(self, record: _Record, path: _KeyPath) -> Any:

@@ -27,10 +27,10 @@ from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import Location, RemotePath
 from trainer_kit.core.tensors import local
+from trainer_kit.core.torch_private import EXTRA_STATE, storage_key
 
 __all__ = [
     "CARRIERS",
-    "EXTRA_STATE",
     "TENSOR_DTYPES",
     "FileEntry",
     "checksum",
@@ -256,7 +256,7 @@ def identity(tensor: Tensor) -> tuple[object, ...]:
     shard = local(tensor)
     # Shape and strides too: a view of the same memory is another tensor, and stored separately.
     return (
-        shard.untyped_storage()._cdata,
+        storage_key(shard.untyped_storage()),
         shard.storage_offset(),
         tuple(tensor.shape),
         shard.stride(),
@@ -497,8 +497,6 @@ def _stored_ties(file: Any) -> dict[str, str]:
     }
 
 
-EXTRA_STATE: Final = "_extra_state"
-"""The suffix of state_dict keys under which torch stores what modules keep besides tensors."""
 _UNSAFE_FIX: Final = (
     "if you trust its author, load it yourself, with weights_only=False, and save its state_dict(), or tensors and"
     " plain values alone"

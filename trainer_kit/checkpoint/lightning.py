@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainer_kit.checkpoint.commit import write_checkpoint
-from trainer_kit.checkpoint.files import EXTRA_STATE, tensors_of, torch_load
+from trainer_kit.checkpoint.files import tensors_of, torch_load
 from trainer_kit.checkpoint.read import RUN_PARTS
 from trainer_kit.checkpoint.torch_plain import as_plain
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.hparams import HParams
 from trainer_kit.core.location import Location
 from trainer_kit.core.state_names import without_wrappers
+from trainer_kit.core.torch_private import EXTRA_STATE
 
 __all__ = [
     "BY_POSITION",

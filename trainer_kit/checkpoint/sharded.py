@@ -60,6 +60,7 @@ from trainer_kit.checkpoint.manifest import (
 )
 from trainer_kit.checkpoint.read import description_files, open_checkpoint, read_trees
 from trainer_kit.checkpoint.shard_plan import LocalState, WritePlan, file_names
+from trainer_kit.checkpoint.torch_private import STRIDED_SHARD
 from trainer_kit.checkpoint.trees import children, tensor_record
 from trainer_kit.core.atomic_files import sync_directory
 from trainer_kit.core.errors import CheckpointError, did_you_mean
@@ -724,7 +725,7 @@ class _Target:
 def _is_strided(tensor: Tensor) -> bool:
     """Whether a tensor is split twice along one dim, so that a rank's elements are not one box."""
     placements = getattr(tensor, "placements", ())
-    return any(type(placement).__name__ == "_StridedShard" for placement in placements)
+    return any(type(placement).__name__ == STRIDED_SHARD for placement in placements)
 
 
 def _check_boxes(tensors_by_rank: list[list[Any]]) -> None:

@@ -16,6 +16,11 @@ from torch import Tensor
 
 from trainer_kit.checkpoint.files import named_failure, torch_load
 from trainer_kit.checkpoint.layout import Chunk, TensorLayout, check_cover
+from trainer_kit.checkpoint.torch_private import (
+    LAYOUT_FUNCTION,
+    MEMORY_FORMAT,
+    STORAGE_RECORD,
+)
 from trainer_kit.core.errors import CheckpointError
 
 __all__ = ["find_torch_distributed", "read_torch_distributed"]
@@ -23,7 +28,7 @@ __all__ = ["find_torch_distributed", "read_torch_distributed"]
 _METADATA: Final = ".metadata"
 _MAX_METADATA_BYTES: Final = 256 << 20
 _RECORDS: Final = {
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.filesystem": {STORAGE_RECORD},
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
         "ChunkStorageMetadata",
@@ -50,8 +55,8 @@ def _join_path(*segments: str) -> str:
 
 _FUNCTIONS: Final[Mapping[tuple[str, str], Any]] = {
     ("torch", "Size"): tuple,
-    ("torch.serialization", "_get_layout"): _text_or_number,
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _text_or_number,
+    ("torch.serialization", LAYOUT_FUNCTION): _text_or_number,
+    ("torch.distributed.checkpoint.metadata", MEMORY_FORMAT): _text_or_number,
     ("pathlib", "PosixPath"): _join_path,
     ("pathlib", "WindowsPath"): _join_path,
 }

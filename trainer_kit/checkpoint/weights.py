@@ -19,7 +19,6 @@ from torch import Tensor
 from trainer_kit.checkpoint.deepspeed import deepspeed_weights, find_deepspeed
 from trainer_kit.checkpoint.encoding import decode
 from trainer_kit.checkpoint.files import (
-    EXTRA_STATE,
     TENSOR_DTYPES,
     in_bytes,
     named_failure,
@@ -68,6 +67,7 @@ from trainer_kit.core.atomic_files import hidden_path, sync_directory
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import Location, RemotePath, absolute, locate
 from trainer_kit.core.state_names import without_wrappers
+from trainer_kit.core.torch_private import EXTRA_STATE, storage_key
 
 __all__ = [
     "ExportFormat",
@@ -314,7 +314,7 @@ def _checkpoint_layout(path: Path, manifest: Manifest) -> dict[str, TensorLayout
 
 
 def _storage_id(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return storage_key(tensor.untyped_storage())
 
 
 def map_weights(file: Path) -> dict[str, Tensor]:

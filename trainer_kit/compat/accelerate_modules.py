@@ -18,6 +18,11 @@ from trainer_kit.checkpoint.weights import read_weights
 from trainer_kit.compat.accelerate_utilities import find_device, send_to_device
 from trainer_kit.core.devices import present_accelerator
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
+from trainer_kit.core.torch_private import (
+    direct_buffers,
+    direct_parameters,
+    transient_buffers,
+)
 from trainer_kit.core.types import Batch, JsonObject, Keywords, SavedState, StateDict
 from trainer_kit.inference.device_map import compute_module_sizes, resolve_dtype
 from trainer_kit.inference.dispatch import find_tied, parameter_like, undo_dispatch
@@ -86,7 +91,7 @@ def named_module_tensors(
         # Only the module that owns a buffer knows whether it is persistent.
         path, _, key = name.rpartition(".")
         owner = module.get_submodule(path)
-        if remove_non_persistent and key in owner._non_persistent_buffers_set:
+        if remove_non_persistent and key in transient_buffers(owner):
             continue
         yield name, buffer
 
@@ -137,7 +142,7 @@ def set_module_tensor_to_device(
             f"the module {path!r} does not exist", found=str(error)
         ) from error
     # The dicts and not getattr: an attribute of the same name may be a method or a submodule.
-    current = owner._parameters.get(key, owner._buffers.get(key))
+    current = direct_parameters(owner).get(key, direct_buffers(owner).get(key))
     if current is None:
         raise ConfigurationError(
             f"the module has no parameter or buffer {tensor_name!r}",

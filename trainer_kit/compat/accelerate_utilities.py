@@ -18,10 +18,10 @@ from typing import Any, Final, TypeVar
 import torch
 from packaging.version import Version
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.tensor import DTensor
 
 from trainer_kit.checkpoint.files import in_bytes
+from trainer_kit.compat.torch_private import OptimizedModule
 from trainer_kit.core.devices import present_accelerator
 from trainer_kit.core.environment import (
     Environment,
@@ -38,6 +38,7 @@ from trainer_kit.core.tensors import (
     tensors_of,
     to_float32,
 )
+from trainer_kit.core.torch_private import direct_submodules, has_compiled_call
 from trainer_kit.core.types import Function, JsonObject, Nested, SavedState, StateDict
 from trainer_kit.launch.options import several_on
 
@@ -816,10 +817,9 @@ def has_compiled_regions(module: nn.Module) -> bool:
     # As in Accelerate, a module without submodules has no regions, even if it is compiled.
     # torch.compile returns an OptimizedModule; module.compile() compiles in place and sets only this attribute.
     return any(
-        isinstance(submodule, OptimizedModule)
-        or submodule._compiled_call_impl is not None
+        isinstance(submodule, OptimizedModule) or has_compiled_call(submodule)
         for submodule in module.modules()
-        if submodule is not module or submodule._modules
+        if submodule is not module or direct_submodules(submodule)
     )
 
 

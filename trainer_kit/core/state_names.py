@@ -9,6 +9,14 @@ from typing import Final, TypeVar
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
+from trainer_kit.core.torch_private import (
+    CHECKPOINTED_MODULE,
+    CHILDREN,
+    COMPILED_MODULE,
+    direct_submodules,
+    set_versions,
+    versions_of,
+)
 from trainer_kit.core.types import SavedState, StateDict
 
 __all__ = [
@@ -22,9 +30,8 @@ __all__ = [
     "without_wrappers",
 ]
 
-_WRAPPERS: Final = ("_orig_mod.", "_checkpoint_wrapped_module.")
+_WRAPPERS: Final = (f"{COMPILED_MODULE}.", f"{CHECKPOINTED_MODULE}.")
 """What ``torch.compile`` and torch's activation checkpointing put before the names inside a wrapped module."""
-_COMPILED: Final = "_orig_mod"
 _MOST: Final = 5
 _Object = TypeVar("_Object")
 
@@ -52,7 +59,7 @@ def uncompiled(module: _Object) -> _Object:
     """
     # A module whose constructor has not called that of nn.Module has no `_modules`.
     if isinstance(module, nn.Module):
-        inner: _Object | None = vars(module).get("_modules", {}).get(_COMPILED)
+        inner: _Object | None = vars(module).get(CHILDREN, {}).get(COMPILED_MODULE)
         if inner is not None:
             return inner
     return module
@@ -77,7 +84,10 @@ def names_in(module: nn.Module, state: SavedState) -> SavedState:
     """A state with the names that ``module.load_state_dict`` expects, from names with or without wrappers."""
     names = _plain_names(state)
     # torch's checkpoint wrapper adds its name in a load by itself; a compiled module does not.
-    if any(_COMPILED in submodule._modules for submodule in module.modules()):
+    if any(
+        COMPILED_MODULE in direct_submodules(submodule)
+        for submodule in module.modules()
+    ):
         expected = {state_name(name): name for name in module.state_dict()}
         names = {name: expected.get(plain, plain) for name, plain in names.items()}
     return _renamed(state, names)
@@ -90,14 +100,13 @@ def _renamed(state: SavedState, names: Mapping[str, str]) -> SavedState:
     for name, value in state.items():
         renamed[names.get(name, name)] = value
     # torch attaches the versions of modules, by their names, and loads states of older versions by them.
-    metadata = getattr(state, "_metadata", None)
+    metadata = versions_of(state)
     if metadata is not None:
         versions = dict(metadata)
         for name, version in metadata.items():
             plain_name = state_name(f"{name}.")[:-1]
             versions[plain_name] = version
-        # The attribute is torch's, on a dictionary of the standard library.
-        renamed._metadata = versions  # type: ignore[attr-defined]
+        set_versions(renamed, versions)
     return renamed
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.torch_private import stored_values
 from trainer_kit.core.types import Function, Nested
 
 __all__ = [
@@ -283,7 +284,7 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
         shard = local(tensor.detach())
         # aminmax takes no sparse tensors; values that are not stored are 0.
         if shard.is_sparse:
-            shard = shard._values()
+            shard = stored_values(shard)
         # aminmax refuses an empty tensor, which the last ranks may have.
         if not shard.numel() or shard.dtype not in _FLOATS:
             continue

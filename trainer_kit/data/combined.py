@@ -8,10 +8,10 @@ from functools import partial
 from itertools import chain, islice, zip_longest
 from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar, final
 
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer_kit.core.errors import CheckpointError, DataError, did_you_mean
+from trainer_kit.core.torch_private import tree_flatten, tree_unflatten
 from trainer_kit.core.types import Batch, JsonObject, Loaders
 from trainer_kit.data.order import MISSING, derive_seed, length_of
 from trainer_kit.data.sizes import SizedBatch

@@ -13,13 +13,20 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from trainer_kit.core.errors import DataError
 from trainer_kit.core.types import Batch, JsonObject
 from trainer_kit.data.division import worker_parts
 from trainer_kit.data.order import SampleIndex
 from trainer_kit.data.sizes import BatchSizes, SizedBatch
+from trainer_kit.data.torch_private import (
+    ITERATOR,
+    drop_iterator,
+    has_workers,
+    iterator_method,
+    kept_iterator,
+    shut_down_workers,
+)
 from trainer_kit.data.workers import EndsWithParent, checked_context
 
 __all__ = [
@@ -273,7 +280,7 @@ def draws_each_batch(loader: DataLoader[Batch]) -> bool:
     """Whether a loader yields one batch for each list of indices that it draws, in the order of the lists."""
     kind = type(loader)
     # A subclass that overrides either method may drop, repeat or merge batches.
-    for method in (kind.__iter__, kind._get_iterator):
+    for method in (kind.__iter__, iterator_method(kind)):
         if method.__module__.partition(".")[0] not in ("torch", "torchdata"):
             return False
     return loader.num_workers == 0 or getattr(loader, "in_order", True)
@@ -285,11 +292,11 @@ def end_workers(loader: DataLoader[Batch]) -> None:
     Garbage collection of a cycle closes the pipes to the workers before the loader can ask them to end, and then waits
     five seconds for each.
     """
-    iterator = loader._iterator
+    iterator = kept_iterator(loader)
     # torchdata's iterator keeps a state, and is another class.
-    if isinstance(iterator, _MultiProcessingDataLoaderIter):
-        loader.__dict__["_iterator"] = None
-        iterator._shutdown_workers()
+    if has_workers(iterator):
+        drop_iterator(loader)
+        shut_down_workers(iterator)
 
 
 _SHARED_EPOCH = ("datasets", "streaming")
@@ -337,7 +344,7 @@ def copied(
     # Written into ``__dict__``: DataLoader.__setattr__ refuses to set these after the constructor.
     attributes = duplicate.__dict__
     # The iterator of the user's own pass, and its workers, stay with the user's loader.
-    attributes["_iterator"] = None
+    attributes[ITERATOR] = None
     generator = None
     if loader.generator is None:
         generator = torch.Generator()

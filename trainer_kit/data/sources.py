@@ -68,6 +68,13 @@ from trainer_kit.data.source import (
     set_epoch,
     warn_of_early_end,
 )
+from trainer_kit.data.torch_private import (
+    batches_read,
+    drop_iterator,
+    forget_length_warning,
+    iterator_method,
+    kept_iterator,
+)
 
 __all__ = ["IndexedSource", "StreamSource", "has_state", "shuffle_buffer"]
 
@@ -332,8 +339,8 @@ class IndexedSource(Source):
         """Check the end of the data, and yield `MISSING` if this rank has no share of the last global micro-batch."""
         split = self.split
         kind = kind_of(self.user_loader)
-        # Only torch's iterators count their batches; a subclass may do anything with them.
-        read = getattr(iterator, "_num_yielded", None)
+        # A subclass may do anything with the batches of the iterator.
+        read = batches_read(iterator)
         if read is not None and read < split.handed:
             raise DataError(
                 f"StopIteration from user code ended the data after {plural(start + read, 'batch')} of {self.length}",
@@ -490,8 +497,7 @@ class StreamSource(Source):
     def length(self) -> int | None:
         count = length_of(self.loader)
         if isinstance(self.loader, DataLoader):
-            # Otherwise torch would warn about each batch beyond the length that the dataset claims to have.
-            self.loader.__dict__["_IterableDataset_len_called"] = None
+            forget_length_warning(self.loader)
         if count is None:
             return None
         return -(-count // self.size)
@@ -657,8 +663,8 @@ class StreamSource(Source):
         try:
             yield from iterator
         finally:
-            if self.loader._iterator is iterator:
-                self.loader.__dict__["_iterator"] = None
+            if kept_iterator(self.loader) is iterator:
+                drop_iterator(self.loader)
 
     def _drain(self, iterator: Iterator[Batch], start: int) -> None:
         """Read and discard the batches before ``start``, and restore the global generators."""
@@ -739,7 +745,7 @@ def _reading_states(loader: DataLoader[Batch]) -> Any:
     # A subclass that overrides either method makes its own batches.
     if kind.__iter__ is not DataLoader.__iter__:
         return loader
-    if kind._get_iterator is not DataLoader._get_iterator:
+    if iterator_method(kind) is not iterator_method(DataLoader):
         return loader
     # Batches that arrive in any order: no state describes that.
     if loader.num_workers and not getattr(loader, "in_order", True):

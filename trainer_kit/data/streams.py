@@ -18,7 +18,6 @@ from typing import Protocol, TypeAlias, TypeGuard, cast, final
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
 
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import (
@@ -36,6 +35,7 @@ from trainer_kit.data.source import (
     set_epoch,
 )
 from trainer_kit.data.sources import has_state
+from trainer_kit.data.torch_private import replace_worker_info
 
 __all__ = [
     "Cursor",
@@ -366,11 +366,11 @@ def _without_workers() -> Iterator[None]:
         yield
         return
     # torch has no function that sets it.
-    vars(torch_worker)["_worker_info"] = None
+    replace_worker_info(None)
     try:
         yield
     finally:
-        vars(torch_worker)["_worker_info"] = worker_info
+        replace_worker_info(worker_info)
 
 
 @final

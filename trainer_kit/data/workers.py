@@ -20,6 +20,7 @@ from torch.utils.data import get_worker_info
 
 from trainer_kit.core.errors import LaunchError
 from trainer_kit.core.thread_frames import thread_frames
+from trainer_kit.data.torch_private import FETCH_FILE
 
 __all__ = ["EndsWithParent", "checked_context"]
 
@@ -28,10 +29,6 @@ _GRACE = 10.0
 
 _PATIENCE = (5.0, 10.0, 20.0, 40.0)
 """Seconds for a forked process to run its first line (normally milliseconds), for each attempt."""
-
-
-# torch's file with the loop over the indices of a batch, whose frame `_read_index` looks for.
-_FETCH = os.path.join("torch", "utils", "data", "_utils", "fetch.py")
 
 
 @final
@@ -95,7 +92,7 @@ def _read_index(frames: list[FrameType]) -> int:
     """The index that torch's loop over the indices of a batch has reached, -1 outside of it."""
     index: object = -1
     for frame in frames:
-        if frame.f_code.co_filename.endswith(_FETCH):
+        if frame.f_code.co_filename.endswith(FETCH_FILE):
             index = frame.f_locals.get("idx", index)
     # A sampler may draw anything, for example a key.
     if isinstance(index, int):

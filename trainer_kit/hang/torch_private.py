@@ -17,10 +17,14 @@ from typing import Any, Final, Protocol
 import torch
 from torch import distributed as dist
 
+from trainer_kit.core.torch_private import default_store
+from trainer_kit.data.torch_private import WORKER_ITERATOR
+
 __all__ = [
     "BACKWARD_FUNCTION",
     "COMPILERS",
     "TORCH",
+    "WORLD",
     "Store",
     "connect_to_store",
     "find_awaited_worker",
@@ -39,9 +43,10 @@ BACKWARD_FUNCTION: Final = "_engine_run_backward"
 """The Python function that waits for autograd's engine. Without it a backward counts as the code that called it."""
 _DUMPS: Final = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 """Functions that write the flight recorder of gloo and of NCCL. Without them a rank is named by its stack alone."""
-_LOADER_CLASS: Final = "_MultiProcessingDataLoaderIter"
 _LOADER_FUNCTION: Final = "_try_get_data"
-"""What waits for a worker of a data loader. Without them the report does not say which worker is awaited."""
+"""What waits for a worker of a data loader. Without it the report does not say which worker is awaited."""
+WORLD: Final = "_world"
+"""The name of the record of all process groups. Without it the report names no group."""
 
 
 class Store(Protocol):
@@ -57,15 +62,13 @@ class Store(Protocol):
 
 
 def connect_to_store(prefix: str, timeout: timedelta) -> Store:
-    """A second connection to the store of the world, which torch keeps private.
-
-    Without it every entry point with several ranks would need a store, and a port, of its own.
+    """A second connection to the store of the world.
 
     Args:
         prefix: of its keys, which keeps them apart from torch's.
         timeout: for each request.
     """
-    store: Any = dist.distributed_c10d._get_default_store()
+    store = default_store()
     connection = store.clone()
     connection.set_timeout(timeout)
     return dist.distributed_c10d.PrefixStore(prefix, connection)
@@ -73,7 +76,7 @@ def connect_to_store(prefix: str, timeout: timedelta) -> Store:
 
 def ranks_of_groups() -> dict[str, list[int]]:
     """The ranks of each process group by its name, which the flight recorder uses; torch lists no groups in public."""
-    members_of_group = dist.distributed_c10d._world.pg_group_ranks
+    members_of_group = getattr(dist.distributed_c10d, WORLD).pg_group_ranks
     ranks: dict[str, list[int]] = {}
     for group, members in members_of_group.items():
         # Torch keeps the number of a group without this rank in place of it; the pipeline's groups are such ones.
@@ -97,7 +100,7 @@ def find_awaited_worker(frames: Sequence[FrameType]) -> tuple[int, int, Any] | N
     """Find the worker for which a thread waits in a data loader: its number, process id and init function."""
     for caller in frames:
         loader: Any = caller.f_locals.get("self")
-        if type(loader).__name__ != _LOADER_CLASS:
+        if type(loader).__name__ != WORKER_ITERATOR:
             continue
         if caller.f_code.co_name != _LOADER_FUNCTION:
             continue

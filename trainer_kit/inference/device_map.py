@@ -19,6 +19,12 @@ from trainer_kit.core.devices import (
 )
 from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import ConfigurationError, StrategyError, did_you_mean
+from trainer_kit.core.torch_private import (
+    direct_buffers,
+    direct_parameters,
+    direct_submodules,
+    transient_buffers,
+)
 
 __all__ = [
     "Device",
@@ -111,7 +117,10 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and buffers under each of their names, in the order of modules."""
     # Duplicates are not removed: a device map may name a shared tensor by any of its names.
     for path, submodule in module.named_modules(remove_duplicate=False):
-        tensors = [*submodule._parameters.items(), *submodule._buffers.items()]
+        tensors = [
+            *direct_parameters(submodule).items(),
+            *direct_buffers(submodule).items(),
+        ]
         for key, tensor in tensors:
             if tensor is not None:
                 yield join_names(path, key), tensor
@@ -258,7 +267,9 @@ def _split(
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield layers, whole blocks, and direct tensors of modules with children, by name, each with its tensors."""
     children = {
-        key: child for key, child in module._modules.items() if child is not None
+        key: child
+        for key, child in direct_submodules(module).items()
+        if child is not None
     }
     if not children or type(module).__name__ in unsplit:
         yield (
@@ -268,7 +279,10 @@ def _split(
         return
     # A module with children is split, so tensors that it holds itself (a class token, a position table) are units of
     # their own: no child's name in the map covers them.
-    for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+    for key, tensor in [
+        *direct_parameters(module).items(),
+        *direct_buffers(module).items(),
+    ]:
         if tensor is not None:
             tensor_name = join_names(name, key)
             yield tensor_name, {tensor_name: tensor}
@@ -281,8 +295,8 @@ def _find_resident_buffers(module: nn.Module, buffers_stay: bool) -> set[int]:
     resident = set()
     for submodule in module.modules():
         # A checkpoint does not contain these buffers, so there is no file from which they could be read again.
-        transient = submodule._non_persistent_buffers_set
-        for key, tensor in submodule._buffers.items():
+        transient = transient_buffers(submodule)
+        for key, tensor in direct_buffers(submodule).items():
             if tensor is not None and (buffers_stay or key in transient):
                 resident.add(id(tensor))
     return resident
@@ -690,11 +704,11 @@ def _sort_by_module(
     if name in device_map:
         return {name: device_map[name]}
     devices: dict[str, int | str] = {}
-    for key in [*module._parameters, *module._buffers]:
+    for key in [*direct_parameters(module), *direct_buffers(module)]:
         tensor_name = join_names(name, key)
         if tensor_name in device_map:
             devices[tensor_name] = device_map[tensor_name]
-    for key, child in module._modules.items():
+    for key, child in direct_submodules(module).items():
         if child is not None:
             devices |= _sort_by_module(join_names(name, key), child, device_map, clean)
     # The children were merged first, so that one device for all of them collapses level by level up to the model.

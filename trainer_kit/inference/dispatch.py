@@ -17,6 +17,13 @@ from trainer_kit.core.copyable_lock import Lock
 from trainer_kit.core.devices import present_accelerator
 from trainer_kit.core.errors import CheckpointError, StrategyError, did_you_mean
 from trainer_kit.core.tensors import move_to_device
+from trainer_kit.core.torch_private import (
+    CALL,
+    MOVE,
+    direct_buffers,
+    direct_parameters,
+    transient_buffers,
+)
 from trainer_kit.inference.device_map import (
     Device,
     accelerators,
@@ -93,8 +100,8 @@ class Dispatched:
         """Make calls that would move or cast a module raise an error."""
         # `to`, `cuda`, `half` and the moves of engines all go through `_apply`. A module with two names is visited
         # twice, and must be in the list of guarded modules once.
-        if "_apply" not in module.__dict__:
-            module.__dict__["_apply"] = self.hooks.refuse_move
+        if MOVE not in module.__dict__:
+            module.__dict__[MOVE] = self.hooks.refuse_move
             self.guarded.append(module)
 
     def hook(self, module: nn.Module, hooks: LayerHooks | ModelHooks) -> None:
@@ -106,9 +113,9 @@ class Dispatched:
         )
         # Without `always_call` a failed forward (out of memory, for example) would leave its weights on the device.
         self.handles.append(module.register_forward_hook(hooks.after, always_call=True))
-        call = module.__dict__.get("_call_impl")
+        call = module.__dict__.get(CALL)
         if not isinstance(call, Call):
-            call = module.__dict__["_call_impl"] = Call(module)
+            call = module.__dict__[CALL] = Call(module)
             self.called.append(module)
         call.hooks.append(hooks)
 
@@ -147,9 +154,9 @@ def undo_dispatch(model: nn.Module) -> None:
     for handle in dispatched.handles:
         handle.remove()
     for module in dispatched.guarded:
-        del module.__dict__["_apply"]
+        del module.__dict__[MOVE]
     for module in dispatched.called:
-        del module.__dict__["_call_impl"]
+        del module.__dict__[CALL]
 
 
 def note_sources(model: nn.Module, origins: Mapping[str, _Origin]) -> None:
@@ -414,7 +421,7 @@ def _find_loader(model: nn.Module, path: str, preload: Collection[str]) -> str:
 def _computing_device(name: str, module: nn.Module, places: Places) -> torch.device:
     if not name:
         return resolve_device(places.main)
-    keys = [*module._parameters, *module._buffers]
+    keys = [*direct_parameters(module), *direct_buffers(module)]
     # A map may name the tensors of a split module only, and not the module.
     if keys:
         return places.runs_on(join_names(name, keys[0]))
@@ -483,15 +490,15 @@ class Tied:
     @property
     def is_buffer(self) -> bool:
         """Whether it is a buffer, not a parameter."""
-        return self.slots[0].key in self.slots[0].module._buffers
+        return self.slots[0].key in direct_buffers(self.slots[0].module)
 
 
 def find_tied(model: nn.Module) -> list[Tied]:
     """Return every parameter and buffer once."""
     by_id: dict[int, Tied] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        tensors = [*module._parameters.items(), *module._buffers.items()]
-        transient = module._non_persistent_buffers_set
+        tensors = [*direct_parameters(module).items(), *direct_buffers(module).items()]
+        transient = transient_buffers(module)
         for key, tensor in tensors:
             if tensor is None:
                 continue

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer_kit.core.errors import CheckpointError, ConfigurationError, did_you_mean
 from trainer_kit.core.state_names import state_name
+from trainer_kit.core.torch_private import EXTRA_STATE
 from trainer_kit.inference.device_map import (
     Device,
     resolve_device,
@@ -381,7 +382,7 @@ def match_weights(
     unexpected = [
         name
         for name in weights
-        if state_name(name) not in used and not name.endswith("_extra_state")
+        if state_name(name) not in used and not name.endswith(EXTRA_STATE)
     ]
     _refuse_different_shapes(entries, weights, checkpoint)
     _refuse_different_copies(entries, weights, checkpoint)

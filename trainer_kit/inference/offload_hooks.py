@@ -11,6 +11,11 @@ from torch import Tensor, nn
 from trainer_kit.core.copyable_lock import Lock
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.tensors import map_leaves, move_to_device, tensors_of
+from trainer_kit.core.torch_private import (
+    call_of_class,
+    direct_buffers,
+    direct_parameters,
+)
 from trainer_kit.inference.lazy_weights import OnDisk
 
 __all__ = ["Call", "LayerHooks", "ModelHooks", "OffloadedTensor", "is_meta", "put"]
@@ -82,9 +87,9 @@ class OffloadedTensor:
 
     def rests_in(self, module: nn.Module, key: str) -> bool:
         """Whether a module holds this tensor, offloaded or borrowed, and not a replacement."""
-        current = module._buffers.get(key)
-        if key not in module._buffers:
-            current = module._parameters.get(key)
+        current = direct_buffers(module).get(key)
+        if key not in direct_buffers(module):
+            current = direct_parameters(module).get(key)
         if current is self.rest:
             return True
         return any(current is tensor for tensor, _ in self._lent.values())
@@ -96,10 +101,10 @@ class OffloadedTensor:
 
 def put(module: nn.Module, key: str, tensor: Tensor) -> None:
     """Make ``tensor`` the module's parameter or buffer of this name."""
-    if key in module._buffers:
-        module._buffers[key] = tensor
+    if key in direct_buffers(module):
+        direct_buffers(module)[key] = tensor
     else:
-        # Recurrent layers update their list of weights in __setattr__; writing into `_parameters` would leave it stale.
+        # Recurrent layers update their list of weights in __setattr__; writing into its dict would leave it stale.
         setattr(module, key, tensor)
 
 
@@ -230,10 +235,9 @@ class Call:
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         # The class's method, because this object shadows the one of the module.
-        call = type(self.module)._call_impl
+        call = call_of_class(self.module)
         try:
-            # torch does not annotate `_call_impl`.
-            return call(self.module, *args, **kwargs)  # type: ignore[no-untyped-call]
+            return call(self.module, *args, **kwargs)
         # torch has run the hooks already.
         except Exception:
             raise

@@ -7,13 +7,18 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from trainer_kit.core.configuration_sources import choose, is_true
 from trainer_kit.core.environment import Environment, pick_device
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import PipelinePlan
 from trainer_kit.core.tensors import map_tensors
+from trainer_kit.core.torch_private import (
+    direct_parameters,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 from trainer_kit.precision.aliases import make_precision
 from trainer_kit.strategies.process_group import join_world
 from trainer_kit.strategies.rank_sync import InitialWeights
@@ -208,12 +213,12 @@ def _untie_parameters(model: nn.Module) -> None:
     """Give each layer its own object for a shared parameter: layers may be on different processes."""
     visited: set[int] = set()
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in direct_parameters(module).items():
             if parameter is None:
                 continue
             if id(parameter) in visited:
                 copy = nn.Parameter(parameter.detach(), parameter.requires_grad)
-                module._parameters[name] = copy
+                direct_parameters(module)[name] = copy
             visited.add(id(parameter))
 
 

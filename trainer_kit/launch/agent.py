@@ -53,6 +53,7 @@ from trainer_kit.launch.failure import (
 )
 from trainer_kit.launch.machines import Machines, PeerFailed, interface_of
 from trainer_kit.launch.program import rerun_command
+from trainer_kit.launch.torch_private import skip_exit_barrier
 
 __all__ = ["Output", "run_agent", "run_ranks"]
 
@@ -336,9 +337,8 @@ class _Attempt:
         )
         agent = LocalElasticAgent(spec, logs_specs=logs)
         if self.machines.count > 1:
-            # torch would wait 300 s for a machine that has failed; `_describe_end` asks how the others ended. There is
-            # no option for that, so the method of this one agent is replaced.
-            agent._exit_barrier = lambda: None  # type: ignore[method-assign]
+            # Otherwise it would wait for a machine that has failed; `_describe_end` asks how the others ended.
+            skip_exit_barrier(agent)
         return agent
 
     def _stopped_by_peer(self, pids: Mapping[int, int]) -> list[RankFailure]:

@@ -1,6 +1,6 @@
 """torch's fake mode, with a faster memory of what operators return.
 
-This is the only file that uses how torch's fake mode is built, which is private.
+This is the only file that relies on how torch's fake mode is built, which is private.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ from typing import Any, ClassVar, Final, TypeAlias, final
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
+
+from trainer_kit.core.torch_private import storage_key, tree_leaves
+from trainer_kit.planning.operators import Arguments, Operator, Options, Result
+from trainer_kit.planning.torch_private import (
+    ITEM,
     FakeTensor,
     FakeTensorMode,
+    active_fake_mode,
+    default_device,
     in_kernel_invocation_manager,
+    make_fake_tensor,
 )
-from torch.utils._pytree import tree_leaves
-
-from trainer_kit.planning.operators import Arguments, Operator, Options, Result
 
 __all__ = ["FastFakeMode"]
 
@@ -38,7 +42,6 @@ _VALUES: Final = frozenset(
 )
 """The types of arguments that are compared as they are."""
 _DEVICE: Final = torch.ops.prim.device.default
-_ITEM: Final = torch.ops.aten._local_scalar_dense.default
 
 
 @final
@@ -94,7 +97,7 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # of torch
         key = self._key(func, args, kwargs)
         if key is None:
             # An optimizer reads its count of steps, which is a constant of a fake tensor.
-            if func is _ITEM and _has_constant(args[0]):
+            if func is ITEM and _has_constant(args[0]):
                 return args[0].constant.item()
             return super().dispatch(func, types, args, kwargs)
         cached = self._known.get(key)
@@ -120,7 +123,7 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # of torch
     def call(self, func: Operator, args: Arguments, kwargs: Options) -> Result:
         """Call an operator from inside another mode, without torch's way to this one where the result is known."""
         # Code that works with real tensors leaves the mode for as long.
-        active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        active = active_fake_mode()
         if active is self:
             key = self._key(func, args, kwargs)
             cached = None
@@ -152,7 +155,7 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # of torch
         parts: list[object] = [
             func,
             torch.get_default_dtype(),
-            torch._C._get_default_device(),
+            default_device(),
             torch.is_inference_mode_enabled(),
         ]
         if not self._describe(parts, args):
@@ -261,15 +264,8 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # of torch
             first = FakeTensor(self, output, device)
             self._attributes[device] = dict(vars(first))
             return first
-        # As FakeTensor's constructor does, which sets each attribute on its own.
-        tensor: Tensor = Tensor._make_subclass(
-            FakeTensor,
-            output,
-            result.requires_grad,
-            dispatch_device=True,
-            device_for_backend_keys=device,
-        )
-        torch._C._set_warn_deprecated_on_mutable_data_ptr(tensor)
+        # The constructor would set each attribute on its own.
+        tensor = make_fake_tensor(output, device, result.requires_grad)
         vars(tensor).update(self._attributes[device])
         return tensor
 
@@ -292,9 +288,8 @@ def _share(value: object, tensor: Tensor) -> bool:
     """Whether a value is a tensor with the storage of another one."""
     if type(value) is not FakeTensor:
         return False
-    address: int = value.untyped_storage()._cdata
-    same: bool = address == tensor.untyped_storage()._cdata
-    return same
+    key = storage_key(value.untyped_storage())
+    return key == storage_key(tensor.untyped_storage())
 
 
 def _describe_result(output: FakeTensor, args: Arguments) -> _Result:

@@ -1,6 +1,6 @@
 """What a step in a fake world of ranks needs: copies of modules and batches without storage, and a DDP without buckets.
 
-This is the only file that uses torch's fake copies, which are private.
+This is the only file that uses torch's fake copies.
 """
 
 from __future__ import annotations
@@ -16,15 +16,7 @@ from typing import Any, Final, TypeAlias, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    FakeCopyMode,
-    FakeTensor,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -33,6 +25,19 @@ from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.core.tensors import map_leaves, tensors_of
 from trainer_kit.core.types import Batch, Function, Nested
 from trainer_kit.data.sizes import batch_size_of
+from trainer_kit.planning.torch_private import (
+    CHUNKS,
+    MESH_CONCATENATION,
+    OPTIMIZER_STEP,
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+    know_shapes,
+    pipeline_exchange,
+    pipeline_warmup,
+    set_recurrent_kernels,
+    unset_fake_temporarily,
+)
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.ddp import DDPStrategy
 from trainer_kit.strategies.process_group import (
@@ -41,6 +46,7 @@ from trainer_kit.strategies.process_group import (
     join_world,
 )
 from trainer_kit.strategies.strategy import Strategy
+from trainer_kit.strategies.torch_private import sharding_propagator
 
 __all__ = [
     "FakeReplicas", "Mail", "adapted", "fake_batch", "fake_mail", "fake_module", "resized_lists", "sample_dimension",
@@ -175,7 +181,7 @@ class _Exchanged:
 def _step_without_reading(
     scaler: object, optimizer: Optimizer, state: object, *args: Any, **kwargs: Any
 ) -> object:
-    """``GradScaler._maybe_opt_step`` for gradients that have no values."""
+    """What steps an optimizer for a gradient scaler, for gradients that have no values."""
     return optimizer.step(*args, **kwargs)
 
 
@@ -189,11 +195,9 @@ def _swap_tensors(tensor: Any, converted: Any) -> None:
 
 
 def _know_shapes(schedule: object, stages: list[Any], *args: object) -> None:
-    """``_PipelineSchedule._warmup_p2p`` for stages that all know the shapes which they exchange."""
-    from torch.distributed.pipelining._utils import InferenceMode
-
+    """The vote of stages that all know the shapes which they exchange."""
     for stage in stages:
-        stage._inference_mode = InferenceMode.STATIC
+        know_shapes(stage)
 
 
 @contextmanager
@@ -211,13 +215,12 @@ def adapted(*, fused: bool = False) -> Iterator[None]:
     Args:
         fused: whether oneDNN's LSTM is used, as on a CPU; a fake one does not report what it saves for backward.
     """
-    from torch.distributed import pipelining
-
-    schedules: Any = pipelining.schedules
-    exchange = schedules._batch_p2p
+    schedules, exchange_name = pipeline_exchange()
+    exchange: Any = vars(schedules).get(exchange_name)
+    mesh_class, concatenation = MESH_CONCATENATION
     # Not in every release of torch that is supported: `_replaced` leaves out what is missing.
-    concatenate: Any = vars(DeviceMesh).get("_concatenate")
-    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    concatenate: Any = vars(mesh_class).get(concatenation)
+    propagator: Any = sharding_propagator()
     recurrent: Any = torch.backends.mkldnn.enabled
     log = logging.getLogger(FakeTensorMode.__module__)
 
@@ -234,15 +237,15 @@ def adapted(*, fused: bool = False) -> Iterator[None]:
             return mesh
 
     replaced = _replaced(
-        (torch.amp.GradScaler, "_maybe_opt_step", _step_without_reading),
+        (*OPTIMIZER_STEP, _step_without_reading),
         (torch.utils, "swap_tensors", _swap_tensors),
-        (_fsdp_param, "_chunk_with_empty", _Chunks),
-        (schedules._PipelineSchedule, "_warmup_p2p", _know_shapes),
-        (schedules, "_batch_p2p", exchange_and_hold),
-        (DeviceMesh, "_concatenate", staticmethod(concatenate_outside)),
+        (*CHUNKS, _Chunks),
+        (*pipeline_warmup(), _know_shapes),
+        (*pipeline_exchange(), exchange_and_hold),
+        (*MESH_CONCATENATION, staticmethod(concatenate_outside)),
     )
     log.disabled = True
-    torch._C._set_mkldnn_enabled(fused and recurrent)
+    set_recurrent_kernels(fused and recurrent)
     propagator.propagate_op_sharding_non_cached = _once_for_equal_entries(
         propagator.propagate_op_sharding_non_cached
     )
@@ -253,7 +256,7 @@ def adapted(*, fused: bool = False) -> Iterator[None]:
         # The method of its class stands behind the attribute.
         del propagator.propagate_op_sharding_non_cached
         log.disabled = False
-        torch._C._set_mkldnn_enabled(recurrent)
+        set_recurrent_kernels(recurrent)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """What CPU kernels allocate inside one operator: copies in another layout, buffers of threads, workspaces of oneDNN.
 
 A step on fake tensors shows what operators return, and nothing of this. The kernel itself runs on zeros of the same
-shapes, once for each signature, under torch's legacy profiler, which is private; this is the only file that uses it.
+shapes, once for each signature, under torch's legacy profiler; this is the only file that uses it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,19 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, final
+from typing import ClassVar, Final, final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from trainer_kit.core.torch_private import tree_leaves, tree_map_only
 from trainer_kit.planning.operators import Arguments, Operator, Options, Result
+from trainer_kit.planning.torch_private import (
+    CPU_ATTENTION,
+    CPU_ATTENTION_BACKWARD,
+    begin_recording,
+    end_recording,
+)
 
 __all__ = [
     "RECURRENT",
@@ -51,8 +57,8 @@ _KERNELS: Final[Mapping[Operator, tuple[int, ...]]] = {
     _aten.mean.dim: (0,),
     _aten.logsumexp.default: (0,),
     _aten.cumsum.default: (0,),
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 1, 2),
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (
+    CPU_ATTENTION.default: (0, 1, 2),
+    CPU_ATTENTION_BACKWARD.default: (
         0,
         1,
         2,
@@ -138,26 +144,13 @@ class Allocations:
 @contextmanager
 def record_allocations() -> Iterator[Allocations]:
     """Inside, torch's CPU allocator records what this thread allocates; the record is complete at the end."""
-    from torch._C._profiler import _ExperimentalConfig
-
-    private: Any = torch.autograd
     allocations = Allocations()
-    private._enable_profiler_legacy(
-        private.ProfilerConfig(
-            private.ProfilerState.CPU,
-            False,
-            True,
-            False,
-            False,
-            False,
-            _ExperimentalConfig(),
-        )
-    )
+    begin_recording()
     try:
         yield allocations
     finally:
         # Its result is one list of events for each thread; kernels allocate in the calling one.
-        for thread in private._disable_profiler_legacy():
+        for thread in end_recording():
             for event in thread:
                 if event.kind() == "memory_alloc":
                     allocations.add(event.cpu_memory_usage())

@@ -1,6 +1,6 @@
 """Watches every operator of a step under torch's FakeTensorMode: memory by category, floating-point operations.
 
-This is the only file that uses torch's private dispatch modes for memory. Its measure is the storage of tensors, as
+This is the only file that uses torch's dispatch modes for memory. Its measure is the storage of tensors, as
 an allocator sees it: when it is allocated, resized and freed.
 """
 
@@ -15,33 +15,38 @@ from typing import Any, Final, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.utils import flop_counter
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    is_traceable_wrapper_subclass,
-)
-from torch.utils._pytree import tree_leaves
 
+from trainer_kit.core.torch_private import current_backward, storage_key, tree_leaves
 from trainer_kit.planning.kernel_memory import RECURRENT, KernelMemory, has_workspace
 from trainer_kit.planning.operators import Arguments, Operator, Options, Result
 from trainer_kit.planning.records import CATEGORIES
+from trainer_kit.planning.torch_private import (
+    CPU_ATTENTION,
+    CPU_ATTENTION_BACKWARD,
+    WAIT,
+    FakeTensor,
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    registered_name,
+    storage_uses,
+    tensor_uses,
+)
 
 __all__ = ["Mark", "StepMode", "StepTracker", "storages"]
 
 _PLAIN: Final = (Tensor, nn.Parameter, FakeTensor, nn.Buffer)
 _aten = torch.ops.aten
 _DEVICE: Final = torch.ops.prim.device.default
-_WAIT: Final = torch.ops._c10d_functional.wait_tensor.default
 _counter: Any = flop_counter
 _FLOPS: Final[Mapping[Operator, Callable[..., int]]] = {
     **_counter.flop_registry,
     # torch counts attention in its kernels for accelerators only.
-    _aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: (
-        _counter.sdpa_flop_count(query.shape, key.shape, value.shape)
+    CPU_ATTENTION: lambda query, key, value, *_, **__: _counter.sdpa_flop_count(
+        query.shape, key.shape, value.shape
     ),
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, query, key, value, *_, **__: (
+    CPU_ATTENTION_BACKWARD: lambda grad, query, key, value, *_, **__: (
         _counter.sdpa_backward_flop_count(
             grad.shape, query.shape, key.shape, value.shape
         )
@@ -77,13 +82,9 @@ def _leaves(values: object) -> list[object]:
 
 def _references(tensor: Tensor) -> tuple[int, int, int]:
     """How often a tensor and its storage are referred to, in C++ and in Python."""
-    inner: Any = torch._C
-    storage = inner._storage_Use_Count(tensor.untyped_storage()._cdata)
-    # Not in every release of torch. Without it the other two counts must tell.
-    use_count = getattr(tensor, "_use_count", None)
-    uses = 0
-    if use_count is not None:
-        uses = use_count()
+    storage = storage_uses(tensor.untyped_storage())
+    # 0 in some releases of torch: the other two counts must then tell.
+    uses = tensor_uses(tensor)
     return uses, storage, sys.getrefcount(tensor)
 
 
@@ -188,7 +189,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of tor
             )
 
     def _number(self, storage: torch.UntypedStorage) -> int:
-        address = storage._cdata
+        address = storage_key(storage)
         number = self._numbers.get(address)
         if number is not None:
             return number
@@ -236,17 +237,17 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of tor
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented
         # The fake operator allocates a second tensor; the real one returns its input.
-        if func is _WAIT:
+        if func is WAIT:
             return args[0]
         kwargs = kwargs or {}
         # -1 outside of the engine of autograd.
-        backward = torch._C._current_graph_task_id() != -1
+        backward = current_backward() != -1
         if backward and func is _ADD and not kwargs and self._adds_in_place(*args):
             func = _aten.add_.Tensor
         out = self._mode.call(func, args, kwargs)
         # A view computes nothing.
         self.operators += not func.is_view
-        count = _FLOPS.get(func._overloadpacket)
+        count = _FLOPS.get(registered_name(func))
         flops = 0
         if count is not None:
             flops = count(*args, **kwargs, out_val=out)

@@ -11,8 +11,6 @@ from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from trainer_kit.core.costs import shard_bytes
 from trainer_kit.core.display import plural
@@ -23,6 +21,7 @@ from trainer_kit.planning.fake_world import resized_lists, sample_dimension
 from trainer_kit.planning.kernel_memory import Allocations, record_allocations
 from trainer_kit.planning.operators import Arguments, Operator, Options, Result
 from trainer_kit.planning.records import CATEGORIES, Candidate, Measured, Traffic
+from trainer_kit.planning.torch_private import FakeTensor, without_modes
 
 __all__ = ["LARGEST", "RealMode", "RealSteps", "RealTensors", "real_batch"]
 
@@ -93,7 +92,7 @@ class RealTensors:
 
     def stepping(self) -> AbstractContextManager[None]:
         """An optimizer steps without the tracker, inside which ``torch.compile`` compiles nothing."""
-        modes: AbstractContextManager[None] = _disable_current_modes()
+        modes: AbstractContextManager[None] = without_modes()
         return modes
 
     @contextmanager

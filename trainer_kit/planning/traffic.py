@@ -7,14 +7,10 @@ from collections.abc import Mapping
 from typing import Final, final
 
 import torch.distributed as dist
-from torch.distributed._tools.fake_collectives import (
-    CollectiveOp,
-    collective_ops,
-    sync_ops,
-)
 
 from trainer_kit.planning.operators import Arguments, Operator, Result
 from trainer_kit.planning.records import Traffic
+from trainer_kit.planning.torch_private import CollectiveOp, collective_ops, sync_ops
 
 __all__ = ["TrafficCounter"]
 

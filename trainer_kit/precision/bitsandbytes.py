@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import PrecisionError
+from trainer_kit.core.torch_private import apply_of_base
 from trainer_kit.core.types import SavedState, StateDict
 from trainer_kit.precision.converted import (
     ConvertedPrecision,
@@ -19,7 +20,7 @@ from trainer_kit.precision.converted import (
 )
 from trainer_kit.precision.exceptions import Exceptions, except_modules, is_excepted
 from trainer_kit.precision.native import NativePrecision
-from trainer_kit.precision.torch_private import apply_to_tensors, load_from_state_dict
+from trainer_kit.precision.torch_private import load_from_state_dict
 
 __all__ = ["BitsandbytesPrecision"]
 
@@ -171,7 +172,7 @@ class _QuantizedLinear(nn.Linear, ABC):
                 return changed
             return tensor.to(changed.device)
 
-        apply_to_tensors(self, apply_without_cast, recurse)
+        apply_of_base(self, apply_without_cast, recurse)
         return self
 
     def take_floats(self, state: StateDict, prefix: str) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from trainer_kit.precision.torch_private import (
+from trainer_kit.core.torch_private import (
+    apply_of_base,
     apply_to_direct_tensors,
-    apply_to_tensors,
 )
 
 __all__ = ["cast_module"]
@@ -48,7 +48,7 @@ def cast_module(
             continue
         if _is_metric(submodule):
             # Not the metric's own override, which also casts its states.
-            apply_to_tensors(submodule, cast, recurse=False)
+            apply_of_base(submodule, cast, recurse=False)
         else:
             apply_to_direct_tensors(submodule, cast)
 
@@ -59,7 +59,7 @@ def _is_metric(module: nn.Module) -> bool:
 
 
 def _collect_tensors(module: nn.Module) -> list[Tensor]:
-    """The tensors that `apply_to_tensors` visits, gradients included."""
+    """The tensors that `apply_of_base` visits, gradients included."""
     parameters = list(module.parameters())
     gradients = [p.grad for p in parameters if p.grad is not None]
     return [*parameters, *gradients, *module.buffers()]

@@ -1,12 +1,12 @@
-"""The private names of torch that precisions use, checked with torch 2.13; no other module here names one.
+"""The private names of torch that precisions use, checked with torch 2.13 and 2.14; no other module here names one.
 
 Layers of bitsandbytes also override two methods of ``nn.Module``, ``_apply`` and ``_load_from_state_dict``, because
-public hooks see neither a cast nor a state before its shapes are compared.
+public hooks see neither a cast nor a state before its shapes are compared. `core.torch_private` has the names that
+other rooms use too.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Final
@@ -14,11 +14,10 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from trainer_kit.core.torch_private import find_private
 from trainer_kit.core.types import StateDict
 
 __all__ = [
-    "apply_to_direct_tensors",
-    "apply_to_tensors",
     "forward_pre_hooks",
     "load_from_state_dict",
     "scaled_matmul",
@@ -26,13 +25,11 @@ __all__ = [
     "state_after_update",
 ]
 
-# Replaces each tensor of a module, which `to`, `half` and `cuda` do through it. Without it casts would also cast the
-# sums of metrics, and quantized weights.
-apply_to_tensors: Final[Callable[..., nn.Module]] = nn.Module._apply
-
 # Loads the direct tensors of one layer. A state of floats is quantized before its shapes are compared, which they are
 # inside of it. Without it a checkpoint of floats would be refused by a quantized model.
-load_from_state_dict: Final[Callable[..., None]] = nn.Module._load_from_state_dict
+load_from_state_dict: Final[Callable[..., None]] = find_private(
+    "torch.nn.Module._load_from_state_dict", "loading of a quantized layer"
+)
 
 # The hooks ahead of a module's forward, by their key. Without it transformer layers with an exception inside would get
 # one more hook with each run, or none: torch's fast path would then read weights past the exception.
@@ -42,17 +39,9 @@ forward_pre_hooks: Final[Callable[[nn.Module], dict[int, Callable[..., object]]]
 
 # One matrix product in float8. It only finds out whether the device has such products, of which torch has no list.
 # Without it the first step would fail in torchao, after the set-up.
-scaled_matmul: Final[Callable[..., Tensor]] = torch._scaled_mm
-
-
-def apply_to_direct_tensors(
-    module: nn.Module, function: Callable[[Tensor], Tensor]
-) -> None:
-    """Replace each direct parameter and buffer of a module, as its class defines it."""
-    if "recurse" in inspect.signature(module._apply).parameters:
-        module._apply(function, recurse=False)  # type: ignore[no-untyped-call]  # torch's
-    else:  # overridden as torch defined it before 2.1: it walks the children itself
-        module._apply(function)  # type: ignore[no-untyped-call]  # torch's
+scaled_matmul: Final[Callable[..., Tensor]] = find_private(
+    "torch._scaled_mm", 'precision="fp8"'
+)
 
 
 def set_scaler_device(scaler: torch.amp.GradScaler, device_type: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from trainer_kit.core.errors import PrecisionError
+from trainer_kit.core.torch_private import EXTRA_STATE
 from trainer_kit.core.types import SavedState, StateDict
 from trainer_kit.precision.converted import (
     ConvertedPrecision,
@@ -252,7 +253,7 @@ def _make_norm(engine: VendorModule, layer: nn.LayerNorm) -> nn.Module:
 def _drop_extra_state(
     layer: nn.Module, state: StateDict, prefix: str, metadata: object
 ) -> None:
-    state.pop(f"{prefix}_extra_state", None)
+    state.pop(f"{prefix}{EXTRA_STATE}", None)
 
 
 def _add_extra_state(
@@ -265,4 +266,4 @@ def _add_extra_state(
     *arguments: object,
 ) -> None:
     # The layer requires the key; None changes nothing.
-    state[f"{prefix}_extra_state"] = None
+    state[f"{prefix}{EXTRA_STATE}"] = None

@@ -17,6 +17,7 @@ from trainer_kit.core.collective_errors import fail_together
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.state_names import state_name
+from trainer_kit.state.torch_private import nested_schedulers
 from trainer_kit.step.optimizers import OptimizerProxy, check_parameters
 from trainer_kit.step.run import Fit
 from trainer_kit.strategies.strategy import Strategy
@@ -671,5 +672,5 @@ def restore_scheduler(scheduler: Any, saved: _Saved, keeps_rates: bool) -> None:
 def scheduler_parts(scheduler: Any) -> Iterator[Any]:
     """A scheduler and, recursively, its parts (``SequentialLR``, ``ChainedScheduler``)."""
     yield scheduler
-    for nested in getattr(scheduler, "_schedulers", ()):
+    for nested in nested_schedulers(scheduler):
         yield from scheduler_parts(nested)

@@ -18,6 +18,11 @@ from trainer_kit.checkpoint.encoding import encode
 from trainer_kit.checkpoint.read import RUN_PARTS
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.hparams import HParams
+from trainer_kit.core.torch_private import (
+    direct_buffers,
+    direct_parameters,
+    direct_submodules,
+)
 from trainer_kit.state.collect import State, rank_part_name
 
 __all__ = ["Unsaveable", "entries_of_hook"]
@@ -256,7 +261,9 @@ def _stored_attribute(value: object, name: str) -> object:
         return _UNKNOWN
     namespaces: list[Mapping[str, object]] = [getattr(value, "__dict__", {})]
     if isinstance(value, nn.Module):
-        namespaces += [value._parameters, value._buffers, value._modules]
+        namespaces.append(direct_parameters(value))
+        namespaces.append(direct_buffers(value))
+        namespaces.append(direct_submodules(value))
     if isinstance(value, ModuleType):
         namespaces = [vars(value)]
     for namespace in namespaces:

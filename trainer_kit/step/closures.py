@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.tensors import local
+from trainer_kit.core.torch_private import version_of
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.strategy import Strategy
 
@@ -32,7 +33,6 @@ __all__ = [
 
 _Loss = TypeVar("_Loss")
 _GRADIENT: Final = attrgetter("grad")
-_VERSION: Final = attrgetter("_version")
 _FIRST_ORDER: Final = ("torch.", "torchao.", "bitsandbytes.")
 """Libraries whose optimizers call an optional closure once, before they change weights."""
 
@@ -143,7 +143,7 @@ class Closures(Generic[_Loss]):
 
     def _versions(self, gradients: Sequence[Tensor | None]) -> list[int]:
         present = [gradient for gradient in gradients if gradient is not None]
-        return list(map(_VERSION, chain(self._parameters, present)))
+        return list(map(version_of, chain(self._parameters, present)))
 
     def _is_unchanged(
         self,

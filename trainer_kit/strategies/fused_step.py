@@ -14,12 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_kit.strategies.torch_private import (
-    add_to_each,
-    fused_adam,
-    fused_adamw,
-    fused_sgd,
-)
+from trainer_kit.core.torch_private import add_to_each
+from trainer_kit.strategies.torch_private import fused_adam, fused_adamw, fused_sgd
 
 __all__ = ["FusedUpdate", "has_fused_update"]
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.tensors import local
-from trainer_kit.strategies.torch_private import add_to_each, multiply_each
+from trainer_kit.core.torch_private import add_to_each, multiply_each
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -126,7 +126,9 @@ class ModelParallelStrategy(Strategy):
                 fix="leave it out: a checkpoint in shards loads under any strategy, trainer-kit checkpoint export"
                 " writes whole weights",
             )
-        self.timeout = timedelta(minutes=30) if timeout is None else timeout
+        if timeout is None:
+            timeout = timedelta(minutes=30)
+        self.timeout = timeout
         check_timeout(self.timeout, "ModelParallelStrategy")
         self.backend = process_group_backend
         self._parallelize = parallelize_fn

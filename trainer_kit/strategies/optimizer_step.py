@@ -14,13 +14,13 @@ from typing import Any, Final, final
 import torch
 from torch.optim import Optimizer
 
+from trainer_kit.core.torch_private import STEPPED_MARK
 from trainer_kit.core.types import Function, SavedState
 from trainer_kit.strategies.fused_step import FusedUpdate, has_fused_update
 from trainer_kit.strategies.signatures import StepMethod
 from trainer_kit.strategies.torch_private import (
     STEP_POST_HOOKS,
     STEP_PRE_HOOKS,
-    STEPPED_MARK,
     global_step_post_hooks,
     global_step_pre_hooks,
     is_profiling,

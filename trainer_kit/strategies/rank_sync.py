@@ -16,15 +16,15 @@ from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.core.state_names import state_name
-from trainer_kit.core.types import SavedState
-from trainer_kit.strategies.signatures import StepMethod
-from trainer_kit.strategies.state import shard_like
-from trainer_kit.strategies.torch_private import (
+from trainer_kit.core.torch_private import (
     apply_to_tensors,
     direct_buffers,
     direct_parameters,
-    find_reset,
 )
+from trainer_kit.core.types import SavedState
+from trainer_kit.strategies.signatures import StepMethod
+from trainer_kit.strategies.state import shard_like
+from trainer_kit.strategies.torch_private import find_reset
 
 __all__ = [
     "InitialWeights",
@@ -38,7 +38,7 @@ __all__ = [
 
 
 _TensorDict: TypeAlias = dict[str, Any]
-"""The direct parameters or buffers of a layer, as `torch_private.direct_parameters` returns them; some are None."""
+"""The direct parameters or buffers of a layer, as `direct_parameters` returns them; some are None."""
 
 
 @contextmanager

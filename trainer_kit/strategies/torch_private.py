@@ -1,12 +1,13 @@
-"""The private names of torch that strategies use, all checked with torch 2.13, and with the floor 2.9 where noted.
+"""The private names of torch that strategies use, checked with torch 2.13 and 2.14, and with the floor 2.9 where noted.
 
 No other module of this package names one, so that a release of torch that moves or removes some is met here alone.
-A name that a step uses is bound as it is, or as `operator.attrgetter`: neither adds a Python call.
+A name that a step uses is bound as it is, or as `operator.attrgetter`: neither adds a Python call. `core.torch_private`
+has the names that other rooms use too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from operator import attrgetter
@@ -16,47 +17,28 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import _register_comm_hook
-from torch._compile import _disable_dynamo
-from torch.distributed import _functional_collectives as collectives
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    _global_optimizer_post_hooks,
-    _global_optimizer_pre_hooks,
-)
-from torch.utils._pytree import (
-    TreeSpec,
-    tree_flatten,
-    tree_leaves,
-    tree_map_only,
-    tree_unflatten,
-)
+
+from trainer_kit.core.torch_private import find_private, needs_private
 
 if TYPE_CHECKING:
     # Every run imports this module, and few have FSDP, whose import is that of DTensor too.
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 __all__ = [
-    "STEPPED_MARK",
+    "CONCATENATION",
     "STEP_POST_HOOKS",
     "STEP_PRE_HOOKS",
     "AsyncCollectiveTensor",
-    "TreeSpec",
-    "add_to_each",
     "all_gather_with_gradients",
     "all_to_all_with_gradients",
-    "apply_to_tensors",
-    "call_block",
     "clear_sharding_caches",
     "concatenate_meshes",
     "default_group_timeout",
-    "direct_buffers",
-    "direct_parameters",
-    "direct_submodules",
     "drop_accumulated_gradients",
     "excluded_from_compilation",
     "find_reset",
@@ -64,65 +46,32 @@ __all__ = [
     "fused_adam",
     "fused_adamw",
     "fused_sgd",
-    "get_compiled_call",
     "global_step_post_hooks",
     "global_step_pre_hooks",
-    "has_compiled_call",
     "has_compiled_function",
     "is_fsdp_root",
     "is_profiling",
     "is_view",
     "make_fake_store",
-    "multiply_each",
-    "norm_of_each",
     "reduced_parameters",
-    "remove_compiled_call",
     "replace_reducer",
     "ring_attention",
-    "set_compiled_call",
     "set_grad_mode",
     "set_group_timeout",
     "set_reduced_parameters",
+    "sharding_propagator",
     "step_below_grad_mode",
     "step_below_hooks",
     "step_below_scheduler",
     "sync_buffers",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map_only",
-    "tree_unflatten",
-    "version_of",
 ]
 
 # -- modules and tensors ------------------------------------------------------------------------------------------
 
-# The dicts of a module's direct parameters, buffers and children. Parts of a divided module are put there past
-# `__setattr__`, which refuses a plain tensor under the name of a parameter. There is no fallback: nn.Module itself
-# is built on them.
-direct_parameters: Final[Callable[[nn.Module], dict[str, nn.Parameter | None]]] = (
-    attrgetter("_parameters")
-)
-direct_buffers: Final[Callable[[nn.Module], dict[str, Tensor | None]]] = attrgetter(
-    "_buffers"
-)
-direct_submodules: Final[Callable[[nn.Module], dict[str, nn.Module | None]]] = (
-    attrgetter("_modules")
-)
-
-# The number of in-place changes of a tensor. Without it a step that changes its batch in place, and runs twice under
-# a pipeline, would train on wrong values unnoticed.
-version_of: Final[Callable[[Tensor], int]] = attrgetter("_version")
-
 # Whether a tensor shares the storage of another one. Without it every output would have to be copied.
-is_view: Final[Callable[[Tensor], bool]] = Tensor._is_view
-
-
-def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-    """Replace each tensor of a module in place, as ``Module.to`` does.
-
-    Public methods that use it (``to``, ``to_empty``) also move what metrics store outside of buffers.
-    """
-    module._apply(function)  # type: ignore[no-untyped-call]  # torch's
+is_view: Final[Callable[[Tensor], bool]] = find_private(
+    "torch.Tensor._is_view", "tensor parallelism"
+)
 
 
 def find_reset(layer: nn.Module) -> Any:
@@ -133,56 +82,22 @@ def find_reset(layer: nn.Module) -> Any:
     return getattr(layer, "reset_parameters", getattr(layer, "_reset_parameters", None))
 
 
-# Nested containers of tensors. torch's pipeline stages flatten their arguments with these functions, so stages that
-# pass on what they flatten must do the same. torch 2.13 has no public form.
-
-# -- arithmetic on many tensors in one kernel ---------------------------------------------------------------------
-
-# torch's own optimizers and clipping use them. Without them: one kernel per tensor, in a loop.
-multiply_each: Final[Callable[..., object]] = torch._foreach_mul_
-add_to_each: Final[Callable[..., object]] = torch._foreach_add_
-norm_of_each: Final[Callable[..., Sequence[Tensor]]] = torch._foreach_norm
-
 # The kernels of optimizers with `fused=True`, which they call themselves. Without one such an optimizer does not exist.
-fused_sgd: Final[Callable[..., object]] = torch._fused_sgd_
-fused_adam: Final[Callable[..., object]] = torch._fused_adam_
-fused_adamw: Final[Callable[..., object]] = torch._fused_adamw_
+_FUSED: Final = "an optimizer with fused=True"
+fused_sgd: Final[Callable[..., object]] = find_private("torch._fused_sgd_", _FUSED)
+fused_adam: Final[Callable[..., object]] = find_private("torch._fused_adam_", _FUSED)
+fused_adamw: Final[Callable[..., object]] = find_private("torch._fused_adamw_", _FUSED)
 
 # -- the compiler -------------------------------------------------------------------------------------------------
 
-# Leaves a function to Python, as DDP's own forward does. The public form, torch.compiler.disable, imports the whole
-# compiler where the function is defined, so in every run.
-excluded_from_compilation: Final = _disable_dynamo
-
-
-def call_block(block: nn.Module, *arguments: object, **options: object) -> object:
-    """Call a module in a function of this file: ``part.compile()`` skips code in torch's own files.
-
-    The module is an argument: torch 2.9 would compile a function that holds it once for each module.
-    """
-    call: Callable[..., object] = block._call_impl
-    return call(*arguments, **options)
-
-
-def has_compiled_call(block: nn.Module) -> bool:
-    """Whether calls of a module run compiled code: ``nn.Module.compile`` stores it in this attribute."""
-    return block._compiled_call_impl is not None
-
-
-def get_compiled_call(block: nn.Module) -> object:
-    """The compiled code that calls of a module run; None if they run none."""
-    return block._compiled_call_impl
-
-
-def set_compiled_call(block: nn.Module, call: Callable[..., object]) -> None:
-    """Make calls of a module run ``call``; hooks and names stay, which a wrapper would change."""
-    block._compiled_call_impl = call
-
-
-def remove_compiled_call(block: nn.Module) -> None:
-    """Make calls of a module run its own code again."""
-    # Deleted, so that torch's default is found on the class.
-    del block.__dict__["_compiled_call_impl"]
+# Leaves a function to Python, as DDP's own forward does. Without it the public form takes its place, which imports the
+# whole compiler where the function is defined, so in every run.
+if TYPE_CHECKING:
+    from torch._compile import _disable_dynamo as excluded_from_compilation
+else:
+    excluded_from_compilation = getattr(
+        torch._compile, "_disable_dynamo", torch.compiler.disable
+    )
 
 
 def has_compiled_function(method: object) -> bool:
@@ -193,9 +108,9 @@ def has_compiled_function(method: object) -> bool:
 # -- process groups and meshes ------------------------------------------------------------------------------------
 
 # torch has no public way to change the timeout of an existing group, and gives half an hour to those of a mesh.
-# Without it: the user's timeout holds for the collectives of the world only.
-set_group_timeout: Final[Callable[[timedelta, dist.ProcessGroup], None]] = (
-    dist.distributed_c10d._set_pg_timeout
+# Without it a run that makes such groups is refused: the user's timeout would hold for the world only.
+set_group_timeout: Final[Callable[[timedelta, dist.ProcessGroup], None]] = find_private(
+    "torch.distributed.distributed_c10d._set_pg_timeout", "timeout="
 )
 
 
@@ -212,7 +127,11 @@ def default_group_timeout() -> timedelta | None:
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """One axis in place of several, with a process group of its own. There is no public form in torch 2.13."""
-    return mesh._flatten(name)
+    with needs_private("a mesh whose axes are joined"):
+        return mesh._flatten(name)
+
+
+CONCATENATION: Final = "_concatenate"
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
@@ -220,14 +139,25 @@ def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
 
     Looked up at each call: a world without processes has another function in its place.
     """
-    return DeviceMesh._concatenate(meshes)
+    with needs_private("a mesh of replicas and shards"):
+        mesh: DeviceMesh = getattr(DeviceMesh, CONCATENATION)(meshes)
+        return mesh
 
 
 def make_fake_store() -> dist.Store:  # type: ignore[name-defined]  # torch exports it at run time only
     """The store of torch's fake backend. Without it no process can take the place of one rank of many."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    with needs_private("a world of fake ranks"):
+        from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    return FakeStore()
+        return FakeStore()
+
+
+def sharding_propagator() -> ShardingPropagator:
+    """What decides how the results of operators on DTensors are divided; all meshes share it."""
+    # Imported here: most runs have no DTensor.
+    from torch.distributed.tensor import DTensor
+
+    return DTensor._op_dispatcher.sharding_propagator
 
 
 def clear_sharding_caches() -> None:
@@ -236,9 +166,9 @@ def clear_sharding_caches() -> None:
     Without it the next rank of this process would take the part of a tensor that belongs to an earlier one.
     """
     # Imported here: most runs have no DTensor.
-    from torch.distributed.tensor import DTensor, _redistribute
+    from torch.distributed.tensor import _redistribute
 
-    propagator = DTensor._op_dispatcher.sharding_propagator
+    propagator = sharding_propagator()
     propagator.propagate_op_sharding.cache.cache_clear()
     _redistribute._gen_transform_infos.cache_clear()
     # torch 2.9 has no cache in C++.
@@ -249,12 +179,18 @@ def clear_sharding_caches() -> None:
 
 # Collectives through which autograd differentiates, for context parallelism; torch.distributed.nn.functional has
 # slower forms, which torch deprecates.
-all_to_all_with_gradients: Final[Callable[..., Tensor]] = (
-    collectives.all_to_all_single_autograd
+with needs_private("distributed training"):
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+_COLLECTIVES: Final = "torch.distributed._functional_collectives"
+all_to_all_with_gradients: Final[Callable[..., Tensor]] = find_private(
+    f"{_COLLECTIVES}.all_to_all_single_autograd", "context parallelism"
 )
 # torch 2.13 renamed it.
-all_gather_with_gradients: Final[Callable[..., Tensor]] = getattr(
-    collectives, "all_gather_single_autograd", collectives.all_gather_tensor_autograd
+all_gather_with_gradients: Final[Callable[..., Tensor]] = find_private(
+    f"{_COLLECTIVES}.all_gather_single_autograd",
+    "context parallelism",
+    former=f"{_COLLECTIVES}.all_gather_tensor_autograd",
 )
 
 
@@ -306,13 +242,14 @@ def set_reduced_parameters(
 def replace_reducer(wrapper: DistributedDataParallel) -> None:
     """Make a new reducer for the parameters that are trained now, as torch does where it unpickles the wrapper.
 
-    Without these methods the gradient of a parameter that is unfrozen later would not be averaged; the alternative is
-    a new wrapper, which loses its hooks and the buckets that it has learned.
+    Without these methods the run is refused, as the gradient of a parameter that is unfrozen later would not be
+    averaged; the alternative is a new wrapper, which loses its hooks and the buckets that it has learned.
     """
     untyped: Any = wrapper  # these methods have no types
-    trained, sparse = untyped._build_params_for_reducer()
-    names = untyped._build_debug_param_to_name_mapping(trained)
-    untyped._ddp_init_helper(trained, sparse, names, wrapper.static_graph)
+    with needs_private("unfreezing of parameters under DDP"):
+        trained, sparse = untyped._build_params_for_reducer()
+        names = untyped._build_debug_param_to_name_mapping(trained)
+        untyped._ddp_init_helper(trained, sparse, names, wrapper.static_graph)
     # Otherwise torch takes the buckets for those that the first backward has ordered.
     vars(wrapper)["_has_rebuilt_buckets"] = False
     if wrapper.static_graph:
@@ -320,13 +257,19 @@ def replace_reducer(wrapper: DistributedDataParallel) -> None:
         untyped._set_static_graph()
     # The hooks belong to the old reducer.
     for hook, state in untyped._comm_hooks:
-        _register_comm_hook(wrapper.reducer, state, hook)
+        _register_hook(wrapper.reducer, state, hook)
 
 
 # Broadcasts rank 0's buffers as the wrapper's forward does, which alone would do it too late for a window that may be
 # repeated. Without it such a window could not be repeated by one rank.
-sync_buffers: Final[Callable[[DistributedDataParallel], None]] = (
-    DistributedDataParallel._sync_buffers
+sync_buffers: Final[Callable[[DistributedDataParallel], None]] = find_private(
+    "torch.nn.parallel.DistributedDataParallel._sync_buffers",
+    "repeating of a step under DDP",
+)
+
+_register_hook: Final[Callable[..., None]] = find_private(
+    "torch._C._distributed_c10d._register_comm_hook",
+    "a communication hook of DDP after parameters were added",
 )
 
 
@@ -354,21 +297,27 @@ def drop_accumulated_gradients(unit: FSDPModule) -> None:
 
 # -- optimizers ---------------------------------------------------------------------------------------------------
 
-# The attribute of an optimizer by which learning rate schedulers know that it has stepped. Without it a scheduler
-# warns that it is called before the optimizer, where an engine steps in the optimizer's place.
-STEPPED_MARK: Final = "_opt_called"
-
 # The attributes of an optimizer that hold its step hooks. An optimizer without them is stepped by its own method.
 STEP_PRE_HOOKS: Final = "_optimizer_step_pre_hooks"
 STEP_POST_HOOKS: Final = "_optimizer_step_post_hooks"
 
-# The step hooks of all optimizers. torch has no public form in which to read them.
-global_step_pre_hooks: Final = _global_optimizer_pre_hooks
-global_step_post_hooks: Final = _global_optimizer_post_hooks
+# The step hooks of all optimizers. torch has no public form in which to read them; without them the import of this
+# module is refused, as hooks would be passed by.
+with needs_private("an optimizer step"):
+    from torch.optim.optimizer import (
+        _global_optimizer_post_hooks as global_step_post_hooks,
+    )
+    from torch.optim.optimizer import (
+        _global_optimizer_pre_hooks as global_step_pre_hooks,
+    )
 
 # Whether any of torch's profilers records in this thread. Both are one C call: the public forms are Python calls.
-is_profiling: Final[Callable[[], bool]] = torch._C._autograd._profiler_enabled
-set_grad_mode: Final[Callable[[bool], object]] = torch._C._set_grad_enabled
+is_profiling: Final[Callable[[], bool]] = find_private(
+    "torch._C._autograd._profiler_enabled", "an optimizer step"
+)
+set_grad_mode: Final[Callable[[bool], object]] = find_private(
+    "torch._C._set_grad_enabled", "an optimizer step"
+)
 
 
 def step_below_hooks(step: FunctionType) -> FunctionType | None:

@@ -21,6 +21,7 @@ from typing import Any, Final, TypeAlias, TypeVar, final
 
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import LaunchError, RankError
+from trainer_kit.core.torch_private import COMPILER
 from trainer_kit.core.types import Function
 from trainer_kit.launch.processes import Ranks, local_environment
 
@@ -38,7 +39,7 @@ _PRELOAD: Final = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     # DistributedDataParallel imports it.
-    "torch._dynamo",
+    COMPILER,
     "torch.utils.data",
     "trainer_kit.strategies.ddp",
     "trainer_kit.testing.distributed",

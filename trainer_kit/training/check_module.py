@@ -15,6 +15,7 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import DataHooks, ModuleHooks
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.signatures import check_hooks
+from trainer_kit.core.torch_private import CHILDREN
 
 __all__ = ["check_datamodule", "check_module", "trainable_in_eval"]
 
@@ -54,7 +55,7 @@ def check_module(module: object, stage: str) -> None:
             "this is not a TrainModule", found=type(module).__name__, fix=fix
         )
     # torch would raise an AttributeError about this dictionary at the first use of the module.
-    if "_modules" not in vars(module):
+    if CHILDREN not in vars(module):
         raise ConfigurationError(
             f"{type(module).__name__}.__init__ does not call super().__init__()",
             fix="call super().__init__() first in __init__",

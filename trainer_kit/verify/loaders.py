@@ -19,6 +19,7 @@ from torch.utils.data import (
 
 from trainer_kit.core.types import Batch, Loaders
 from trainer_kit.data import EMPTY, CombinedLoader, EpochLength, Feed, read_together
+from trainer_kit.data.torch_private import ITERATOR, MULTIPROCESSING_CONTEXT
 from trainer_kit.strategies.fake_world import fake_world
 from trainer_kit.training.loaders import training_feed
 from trainer_kit.training.session import Session
@@ -38,7 +39,7 @@ _LAUNCHER: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _SHARED_ATTRIBUTES: Final = (
     "collate_fn",
     "worker_init_fn",
-    "_DataLoader__multiprocessing_context",
+    MULTIPROCESSING_CONTEXT,
 )
 """Attributes of a `DataLoader` that its copy shares: functions, and a multiprocessing context."""
 Row = list[tuple[Batch, int, list[int] | None]]
@@ -311,7 +312,7 @@ def _share(value: object, memo: dict[int, object], seen: set[int]) -> None:
         attributes = dict(vars(value))
         # The iterator may have worker processes, which belong to the user's loader: the
         # copy makes its own.
-        iterator = attributes.pop("_iterator", None)
+        iterator = attributes.pop(ITERATOR, None)
         memo[id(iterator)] = None
         for name in _SHARED_ATTRIBUTES:
             shared = attributes.pop(name, None)

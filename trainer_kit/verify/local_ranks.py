@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,19 +34,27 @@ from trainer_kit.core.types import Function
 from trainer_kit.launch.processes import local_environment
 from trainer_kit.strategies.fake_world import forget_layouts
 from trainer_kit.strategies.process_group import swap_world_cache
+from trainer_kit.verify.torch_private import (
+    BARRIER,
+    NEW_GROUP,
+    OPERATIONS_ALIKE,
+    WORLD,
+    isolate_threads,
+    new_group_function,
+    worlds_of_threads,
+)
 
 __all__ = ["run_local"]
 
 _C10D: Any = dist.distributed_c10d
 # These modules have names that torch's types do not declare.
-_COMPILED: Any = torch._C._distributed_c10d
 _MESHES: Any = device_mesh
 _T = TypeVar("_T")
 _RANK: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _GLOO_TIME: Final = timedelta(minutes=1)
 """For one collective, which begins when all its ranks have come."""
 _ALIKE: Final = frozenset({
-    "allreduce", "broadcast", "_allgather_base", "all_gather_single", "_reduce_scatter_base", "reduce_scatter_single",
+    "allreduce", "broadcast", "all_gather_single", "reduce_scatter_single", *OPERATIONS_ALIKE,
 })  # fmt: skip
 """Collectives whose tensors have the same shapes on every rank."""
 _DIFFERENT: Final = frozenset({
@@ -461,9 +469,9 @@ class _Transfer(dist.Work):
 @contextmanager
 def _threads_as_ranks(turns: _Turns) -> Iterator[None]:
     """Inside, groups that torch makes have threads as ranks."""
-    from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
+    base: Any = worlds_of_threads()
 
-    class Worlds(ThreadLocalWorld):
+    class Worlds(base):  # type: ignore[misc]  # a class that torch does not type
         """The world of each rank; other threads have none, and would silently count as one process."""
 
         def _get_world(self) -> Any:
@@ -472,7 +480,7 @@ def _threads_as_ranks(turns: _Turns) -> Iterator[None]:
             return super()._get_world()
 
     global _current_turns
-    new_group = _C10D._new_process_group_helper
+    new_group = new_group_function()
     backend_of: Callable[[dist.ProcessGroup], str] = _MESHES.get_backend
 
     def make_group(
@@ -510,23 +518,25 @@ def _threads_as_ranks(turns: _Turns) -> Iterator[None]:
     excepthook = sys.excepthook
     _current_turns = turns
     # Each thread then has a registry of group names of its own.
-    _COMPILED._set_thread_isolation_mode(True)
+    isolate_threads(True)
     try:
         with (
             _replaced(
                 _C10D,
-                _new_process_group_helper=make_group,
-                _store_based_barrier=arrive,
-                _world=Worlds(),
-                ProcessGroup=_Group,
+                {
+                    NEW_GROUP: make_group,
+                    BARRIER: arrive,
+                    WORLD: Worlds(),
+                    "ProcessGroup": _Group,
+                },
             ),
             # Meshes of different threads then differ, and no cache gives a rank the part
             # of another one.
-            _replaced(_MESHES, get_backend=get_backend),
+            _replaced(_MESHES, {"get_backend": get_backend}),
         ):
             yield
     finally:
-        _COMPILED._set_thread_isolation_mode(False)
+        isolate_threads(False)
         sys.excepthook = excepthook
         # A later thread may have the number of one of these.
         forget_layouts()
@@ -534,7 +544,7 @@ def _threads_as_ranks(turns: _Turns) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(owner: object, **values: object) -> Iterator[None]:
+def _replaced(owner: object, values: Mapping[str, object]) -> Iterator[None]:
     """Inside, attributes of a module of torch have other values."""
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():

@@ -10,7 +10,13 @@ from typing import Final, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from trainer_kit.core.torch_private import (
+    CHECKPOINTED_MODULE,
+    COMPILED_MODULE,
+    BatchNorm,
+)
+from trainer_kit.verify.torch_private import FSDP_MODULE
 
 __all__ = [
     "DividedNorms",
@@ -23,9 +29,7 @@ __all__ = [
     "synced_norms",
 ]
 
-_WRAPPERS: Final = frozenset(
-    {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"}
-)
+_WRAPPERS: Final = frozenset({CHECKPOINTED_MODULE, COMPILED_MODULE, FSDP_MODULE})
 
 Shares = dict[tuple[int, int], list[list[int]]]
 """The dataset's indices that each rank read, by (step, micro-batch)."""
@@ -71,11 +75,11 @@ def synced_norms(module: nn.Module) -> list[str]:
     ]
 
 
-def _norms(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
+def _norms(module: nn.Module) -> list[tuple[str, BatchNorm]]:
     """Batch norms that normalize with the statistics of their batch."""
     norms = []
     for name, layer in module.named_modules():
-        if not isinstance(layer, _BatchNorm):
+        if not isinstance(layer, BatchNorm):
             continue
         # Without running statistics it has only those of its batch, in eval mode too.
         if layer.training or not layer.track_running_stats:
@@ -174,7 +178,7 @@ class DividedNorms:
         self.whole: set[str] = set()
         for name, layer in module.named_modules():
             # A SyncBatchNorm of one process already has the rows of all ranks.
-            if not isinstance(layer, _BatchNorm) or isinstance(layer, nn.SyncBatchNorm):
+            if not isinstance(layer, BatchNorm) or isinstance(layer, nn.SyncBatchNorm):
                 continue
             # No hook of torch calls a forward several times.
             vars(layer)["forward"] = self._divided(canonical(name), layer.forward)

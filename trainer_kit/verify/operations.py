@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from trainer_kit.verify.torch_private import debug_mode
+
 __all__ = ["first_other", "trace"]
 
 
@@ -21,19 +23,17 @@ def trace(
         submodule: the module.
         sink: returns the lines of the current micro-batch; None: they are not recorded.
     """
-    try:
-        from torch.utils._debug_mode import DebugMode
-    except ImportError:
-        # Another version of torch: the finding then names the module only.
+    mode_class = debug_mode()
+    if mode_class is None:
         return []
     # The modes of the calls that run; a module may call itself.
     running: list[Any] = []
 
     def begin(module: nn.Module, inputs: object) -> None:
         if sink() is not None:
-            mode = DebugMode(record_torchfunction=False, record_profiler_context=False)
+            mode = mode_class(record_torchfunction=False, record_profiler_context=False)
             # Entered here and left in `end`: a forward hook cannot wrap the call.
-            mode.__enter__()  # type: ignore[no-untyped-call]  # of torch
+            mode.__enter__()
             running.append(mode)
 
     def end(module: nn.Module, inputs: object, output: object) -> None:

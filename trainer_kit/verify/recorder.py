@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from trainer_kit.core.hooks import Callback
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.states import names_validation
 from trainer_kit.core.tensors import tensors_of
+from trainer_kit.core.torch_private import current_backward
 from trainer_kit.core.types import Loaders, MetricValue
 from trainer_kit.data import Feed
 from trainer_kit.data.order import derive_seed
@@ -36,6 +36,7 @@ from trainer_kit.verify.norms import (
     synced_norms,
 )
 from trainer_kit.verify.operations import trace
+from trainer_kit.verify.torch_private import compiled_frames
 
 __all__ = [
     "Micro",
@@ -287,7 +288,7 @@ def watch(
         micro = current()
         if micro is None or micro.watched is None:
             return
-        if torch._C._current_graph_task_id() != -1:
+        if current_backward() != -1:
             # Backward runs: activation checkpointing computes this output a second time.
             return
         watched = micro.watched
@@ -395,7 +396,7 @@ class Recorder(Callback):
         # Optimizers hold parameters without their names.
         self._names = names_of(pl_module)
         record.local[-1] = _local_tensors(pl_module)
-        self._compiled = _compiled_frames()
+        self._compiled = compiled_frames()
         if self.watched:
             self._handles = list(watch(pl_module, lambda: self._micro, self.traced))
 
@@ -475,7 +476,7 @@ class Recorder(Callback):
 
     def on_train_end(self, trainer: Session, pl_module: TrainModule) -> None:
         """Remove the hooks from modules; note whether anything was compiled."""
-        self.record.note_compiled(_compiled_frames() > self._compiled)
+        self.record.note_compiled(compiled_frames() > self._compiled)
         for handle in self._handles:
             handle.remove()
 
@@ -510,15 +511,6 @@ def _local_tensors(module: TrainModule) -> dict[str, Tensor]:
         for name, tensor in tensors
         if not isinstance(tensor, DTensor)
     }
-
-
-def _compiled_frames() -> int:
-    # Read without an import, which takes seconds; nothing is compiled before someone
-    # has imported it.
-    dynamo: Any = sys.modules.get("torch._dynamo.utils")
-    if dynamo is None:
-        return 0
-    return int(dynamo.counters["frames"]["total"])
 
 
 def without_validation(schedulers: Iterable[LRSchedulerConfig]) -> list[str]:

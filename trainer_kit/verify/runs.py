@@ -30,6 +30,7 @@ from trainer_kit.core.module import TrainModule, build_once
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import SetsAccumulation
 from trainer_kit.core.seed import preserved_rng
+from trainer_kit.core.torch_private import COMPILER
 from trainer_kit.core.types import Keywords, Loaders
 from trainer_kit.data import Feed
 from trainer_kit.launch.processes import run_forked
@@ -181,7 +182,7 @@ class Runs:
     def start(self) -> None:
         """Write the weights that every run starts from, where the module builds its layers in ``configure_model``."""
         # Optimizers import it. Imported here, every forked rank has it already.
-        importlib.import_module("torch._dynamo")
+        importlib.import_module(COMPILER)
         if not self._builds_layers:
             return
         # Layers that ``configure_model`` builds have random weights, which differ in each
@@ -389,7 +390,7 @@ class Runs:
         if divides_itself(loaders[0]):
             # Together the data ranks read what one process would. A sampler that divides
             # the data cannot be asked for the order of a single process.
-            return _read_data_ranks(feeds, batches, length.limit)
+            return _read_order(feeds, batches, length.limit)
         limit = length.limit
         size = feeds[0].per_rank_batch_size
         if makes_batches(feeds[0]):
@@ -404,7 +405,7 @@ class Runs:
             trainer.use_settings(settings)
         single_division = replace(division, data_ranks=1)
         single_feeds, _ = feeds_of(trainer, loaders[:1], single_division)
-        return _read(single_feeds[0], batches, limit)
+        return _read_order(single_feeds, batches, limit)
 
     def epochs(self, division: Division) -> Record:
         """The orders of the first two epochs at the first data rank."""
@@ -630,36 +631,22 @@ class Runs:
         )
 
 
-def _read(feed: Feed, batches: int, limit: int | None) -> list[int] | None:
-    """The indices of so many batches, over as many epochs as they take; None where they are not known."""
-    order: list[int] = []
-    epoch = 0
-    while batches > 0:
-        feed.record_indices()
-        remaining = batches
-        for _ in islice(feed.epoch(epoch), _smaller(batches, limit)):
-            ids = feed.next_indices()
-            if ids is None:
-                return None
-            order += ids
-            batches -= 1
-        epoch += 1
-        if batches == remaining:
-            # The loader has no batch: another epoch would have none either.
-            break
-    return order
-
-
 def _smaller(batches: int, limit: int | None) -> int:
     if limit is None:
         return batches
     return min(batches, limit)
 
 
-def _read_data_ranks(
+def _read_order(
     feeds: Sequence[Feed], batches: int, limit: int | None
 ) -> list[int] | None:
-    """The indices that all data ranks read, a batch of each in turn."""
+    """The indices of so many batches of each feed, a batch of each in turn; None where they are not known.
+
+    Args:
+        feeds: of the data ranks, or of one process.
+        batches: of each; they are read over as many epochs as they take.
+        limit: the batches of an epoch, where it ends early.
+    """
     order: list[int] = []
     epoch = 0
     while batches > 0:

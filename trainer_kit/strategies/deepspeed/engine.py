@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from trainer_kit.core.errors import PrecisionError, StrategyError
 from trainer_kit.core.protocols import Group
+from trainer_kit.core.torch_private import norm_of_each
 from trainer_kit.core.types import SavedState, StateDict
-from trainer_kit.strategies.torch_private import norm_of_each
 
 __all__ = [
     "Engine",

@@ -26,6 +26,7 @@ from trainer_kit.core.state_names import (
     without_wrappers,
 )
 from trainer_kit.core.tensors import local
+from trainer_kit.core.torch_private import mark_stepped
 from trainer_kit.core.types import Function, SavedState, StateDict
 from trainer_kit.precision.precision import EXCHANGING, Precision
 from trainer_kit.strategies.gradients import clip_parts
@@ -58,7 +59,6 @@ from trainer_kit.strategies.state import (
     shard_like,
 )
 from trainer_kit.strategies.strategy import Strategy
-from trainer_kit.strategies.torch_private import STEPPED_MARK
 
 __all__ = ["MegatronScaler", "MegatronStrategy"]
 
@@ -339,7 +339,7 @@ class MegatronStrategy(Strategy):
             # Clears `.grad` only, not the buffers of the wrapper.
             if self._run_schedule is None:
                 self._optimizer.zero_grad()
-            setattr(optimizer, STEPPED_MARK, True)
+            mark_stepped(optimizer)
 
         return step
 

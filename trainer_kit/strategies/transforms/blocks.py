@@ -16,14 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer_kit.core.errors import StrategyError, did_you_mean
 from trainer_kit.core.signatures import takes
-from trainer_kit.core.types import Function
-from trainer_kit.strategies.torch_private import (
+from trainer_kit.core.torch_private import (
     call_block,
     get_compiled_call,
     has_compiled_call,
     remove_compiled_call,
     set_compiled_call,
 )
+from trainer_kit.core.types import Function
 from trainer_kit.strategies.transforms.transform import Transform
 
 __all__ = ["ActivationCheckpointing", "Compile", "Policy", "outer_modules", "units"]

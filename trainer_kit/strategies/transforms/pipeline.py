@@ -23,11 +23,11 @@ from trainer_kit.core.parallel import PipelinePlan
 from trainer_kit.core.protocols import Group, MicroSteps
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.core.tensors import map_tensors, sequence_like, tensors_of
+from trainer_kit.core.torch_private import tree_leaves, version_of
 from trainer_kit.core.types import Batch, Keywords, StepOutput
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.process_group import ProcessGroup
 from trainer_kit.strategies.signatures import StepMethod
-from trainer_kit.strategies.torch_private import tree_leaves, version_of
 from trainer_kit.strategies.transforms.pipeline_stages import (
     Stage,
     Turn,

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import StrategyError, did_you_mean
 from trainer_kit.core.parallel import PipelinePlan
-from trainer_kit.core.types import Function, StepOutput
-from trainer_kit.strategies.torch_private import (
+from trainer_kit.core.torch_private import (
     TreeSpec,
     direct_parameters,
     direct_submodules,
@@ -25,6 +24,7 @@ from trainer_kit.strategies.torch_private import (
     tree_map_only,
     tree_unflatten,
 )
+from trainer_kit.core.types import Function, StepOutput
 
 __all__ = [
     "Layout",

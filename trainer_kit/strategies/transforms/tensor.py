@@ -27,13 +27,10 @@ from trainer_kit.core.display import plural
 from trainer_kit.core.errors import StrategyError, did_you_mean
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.tensors import local, map_leaves, map_tensors
+from trainer_kit.core.torch_private import direct_parameters
 from trainer_kit.core.types import Keywords
 from trainer_kit.strategies.signatures import StepMethod
-from trainer_kit.strategies.torch_private import (
-    AsyncCollectiveTensor,
-    direct_parameters,
-    is_view,
-)
+from trainer_kit.strategies.torch_private import AsyncCollectiveTensor, is_view
 from trainer_kit.strategies.transforms.pipeline_stages import StandIn, submodule_names
 from trainer_kit.strategies.transforms.transform import Transform
 

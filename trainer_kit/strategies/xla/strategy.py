@@ -19,6 +19,7 @@ from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.core.protocols import Group, MicroSteps
 from trainer_kit.core.state_names import load_module_weights, plain_state
 from trainer_kit.core.tensors import map_tensors
+from trainer_kit.core.torch_private import has_compiled_call
 from trainer_kit.core.types import Batch, SavedState, StateDict
 from trainer_kit.precision.precision import EXCHANGING, Precision
 from trainer_kit.strategies.local_sgd import fill_absent
@@ -32,10 +33,7 @@ from trainer_kit.strategies.state import (
     optimizer_state,
 )
 from trainer_kit.strategies.strategy import Strategy
-from trainer_kit.strategies.torch_private import (
-    has_compiled_call,
-    has_compiled_function,
-)
+from trainer_kit.strategies.torch_private import has_compiled_function
 
 __all__ = ["XLAGroup", "XLAStrategy"]
 
