@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -c constraints.txt
 
-.PHONY: help demo pictures test test-all test-quick test-slurm test-trackers test-lightning test-editors test-xla test-pythons test-oldest soak check bench docs site \
+.PHONY: help demo pictures test test-all test-quick test-slurm test-trackers test-lightning test-editors test-xla test-pythons test-oldest test-nightly soak check bench docs site \
   site-material vendor clean
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make test-xla    the tests of torch_xla, on its CPU device, in an environment of its own (2.3 GB)"
 	@echo "make test-pythons  the wheel on each of PYTHONS, in an environment of its own: import, command, fit, 900 tests"
 	@echo "make test-oldest the same on OLDEST, with the lowest versions that pyproject.toml allows"
+	@echo "make test-nightly  the newest torch that pip finds, in an environment of its own: the tests of its private names"
 	@echo "make soak        the tests of faults in their long form: KILLS (1000), FLIPS (100000), HOSTILE (10000), LOSSES (200)"
 	@echo "make check       format, lint, types, architecture"
 	@echo "make bench       what the loop, its checkpoints, samples, engines and plans cost, the first ones beside hand-written ones"
@@ -138,6 +139,10 @@ test-pythons: .venv/.stamp
 
 test-oldest: .venv/.stamp
 	$(BIN)/python tests/on_pythons.py --oldest $(OLDEST)
+
+NIGHTLY ?= $(PYTHON)
+test-nightly: .venv/.stamp
+	$(BIN)/python tests/on_pythons.py --newest --work .venv-nightly $(NIGHTLY)
 
 KILLS ?= 1000
 FLIPS ?= 100000

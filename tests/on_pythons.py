@@ -1,9 +1,10 @@
-"""Tests the wheel on other Pythons, each in an environment of its own: ``make test-pythons`` and ``make test-oldest``.
+"""Tests the wheel in environments of its own: ``make test-pythons``, ``make test-oldest`` and ``make test-nightly``.
 
 Builds a source distribution and, from what it unpacks to, the wheel. For each Python: installs the wheel, prints its
 version, imports every module, fits a module in an empty directory, and runs the quick tests of the source distribution
 against the installed package. ``--oldest`` installs the lowest versions that pyproject.toml allows; otherwise
-constraints.txt holds, from the Python on that it is made for.
+constraints.txt holds, from the Python on that it is made for. ``--newest`` leaves torch out of it: the newest release
+that pip finds runs the tests of all that uses its private names, slow ones too.
 """
 
 from __future__ import annotations
@@ -26,8 +27,31 @@ TESTS = [
     "tests/test_trainer.py",
     "tests/test_trainer_arguments.py",
 ]
+# Tests of what the modules `torch_private` are for; those of other libraries skip.
+PRIVATE = [
+    "tests/test_torch_private.py",
+    "tests/accelerator/test_accelerator.py",
+    "tests/callbacks/test_weight_averaging.py",
+    "tests/checkpoint/test_codec.py",
+    "tests/core",
+    "tests/data",
+    "tests/hang/test_torch_private.py",
+    "tests/inference/test_dispatch.py",
+    "tests/parity/test_ddp.py",
+    "tests/planning/test_fake_mode.py",
+    "tests/planning/test_fake_world.py",
+    "tests/planning/test_real_step.py",
+    "tests/strategies/test_fsdp.py",
+    "tests/strategies/test_groups.py",
+    "tests/strategies/test_mesh.py",
+    "tests/strategies/test_pipeline.py",
+    "tests/test_trainer.py",
+    "tests/verify/test_local_ranks.py",
+    "tests/verify/test_operations.py",
+]
 # torch says so of Python 3.13.0 when it compiles.
 QUICK = ["-m", "not slow", "-W", "ignore:Guards may run slower:RuntimeWarning"]
+NIGHTLY = ["-m", "not long"]
 # With torch 2.9: its remark on a function that it will replace, and tests of what is exact with a newer torch only.
 REMARK = ("-W", "ignore:Please use the new API settings:UserWarning")
 OLD = [
@@ -43,6 +67,8 @@ OLD = [
     ),
 ]
 NEEDED = ["numpy", "pytest", "pytest-timeout", "scikit-learn"]
+# Plans of its models are among the tests of private names.
+NEEDED_NIGHTLY = ["transformers"]
 # Installed with torch by its CUDA builds; a CPU does without.
 CUDA = re.compile(r"^Requires-Dist: (nvidia-|cuda-|triton).*\n", re.M)
 # Modules that need an extra.
@@ -122,8 +148,16 @@ def lowest() -> list[str]:
     return found
 
 
-def install(python: str, home: Path, wheel: Path, oldest: bool) -> Path:
-    """Make an environment with the wheel; torch without the libraries of CUDA, which a CPU never calls."""
+def install(python: str, home: Path, wheel: Path, versions: str) -> Path:
+    """Make an environment with the wheel; torch without the libraries of CUDA, which a CPU never calls.
+
+    Args:
+        python: the interpreter.
+        home: the directory of the environment.
+        wheel: of this package.
+        versions: ``"pinned"``, ``"oldest"`` or ``"newest"``.
+    """
+    oldest = versions == "oldest"
     call(python, "-m", "venv", "--clear", home)
     own = home / "bin" / "python"
     version = call(
@@ -135,11 +169,13 @@ def install(python: str, home: Path, wheel: Path, oldest: bool) -> Path:
         else (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     )
     (torch,) = [line for line in pinned if line.startswith("torch==")]
+    if not oldest and version != "True":
+        pinned = [torch]
+    if versions == "newest":
+        pinned.remove(torch)
+        torch = "torch"
     constraints = home / "constraints.txt"
-    constraints.write_text(
-        "\n".join(pinned if oldest or version == "True" else [torch]) + "\n",
-        encoding="utf-8",
-    )
+    constraints.write_text("\n".join(pinned) + "\n", encoding="utf-8")
     call(own, "-m", "pip", "install", "--no-compile", "--no-deps", torch)
     (site,) = home.glob("lib/python3*/site-packages")
     call(sys.executable, ROOT / "tests" / "xla" / "stub_libraries.py", site)
@@ -147,7 +183,10 @@ def install(python: str, home: Path, wheel: Path, oldest: bool) -> Path:
     metadata.write_text(
         CUDA.sub("", metadata.read_text(encoding="utf-8")), encoding="utf-8"
     )
-    call(own, "-m", "pip", "install", "--no-compile", "-c", constraints, wheel, *NEEDED)
+    needed = list(NEEDED)
+    if versions == "newest":
+        needed += NEEDED_NIGHTLY
+    call(own, "-m", "pip", "install", "--no-compile", "-c", constraints, wheel, *needed)
     return own
 
 
@@ -157,6 +196,11 @@ def main() -> None:
         "--oldest",
         action="store_true",
         help="the lowest versions that pyproject.toml allows",
+    )
+    parser.add_argument(
+        "--newest",
+        action="store_true",
+        help="the newest torch that pip finds, and the tests of its private names",
     )
     parser.add_argument(
         "--keep", action="store_true", help="keep the environments, 2 GB each"
@@ -170,6 +214,16 @@ def main() -> None:
         help="names or paths of interpreters; one that is not found is skipped",
     )
     options = parser.parse_args()
+    versions = "pinned"
+    if options.oldest:
+        versions = "oldest"
+    if options.newest:
+        versions = "newest"
+    tests = [*QUICK, *TESTS]
+    if options.oldest:
+        tests += OLD
+    if options.newest:
+        tests = [*NIGHTLY, *PRIVATE]
     found = {name: path for name in options.pythons if (path := shutil.which(name))}
     for name in options.pythons:
         if name not in found:
@@ -181,7 +235,7 @@ def main() -> None:
     source, wheel = build(options.work.resolve())
     for name, path in found.items():
         home = options.work.resolve() / Path(name).name
-        own = install(path, home, wheel, options.oldest)
+        own = install(path, home, wheel, versions)
         (home / "empty").mkdir()
         shown = call(
             own.with_name("trainer-kit"), "--version", cwd=home / "empty"
@@ -196,9 +250,8 @@ def main() -> None:
             cwd=home / "empty",
             OMP_NUM_THREADS="1",
         )
-        words = [*QUICK, *(OLD if options.oldest else ()), *TESTS]
         tested = call(
-            own, "-m", "pytest", "-q", *words, cwd=source, OMP_NUM_THREADS="1"
+            own, "-m", "pytest", "-q", *tests, cwd=source, OMP_NUM_THREADS="1"
         )
         versions = call(
             own,

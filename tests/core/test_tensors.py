@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from transformers import BatchEncoding
-from transformers.modeling_outputs import BaseModelOutput
 
 import trainer_kit
 from trainer_kit.core.tensors import (
@@ -87,8 +85,6 @@ def containers() -> dict[str, Any]:
         "dataclass with derived fields": Derived(x),
         "nested": Frozen({"deep": [Pair(FrozenSlots(x), "a")]}),
         "UserDict": collections.UserDict(x=x, name="a"),
-        "BatchEncoding": BatchEncoding({"x": x, "name": ["a", "b"]}),
-        "model output": BaseModelOutput(last_hidden_state=x),
         "defaultdict": collections.defaultdict(list, x=x),
         "OrderedDict": collections.OrderedDict(x=x),
         "mapping proxy": types.MappingProxyType({"x": x}),
@@ -100,9 +96,24 @@ def containers() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", containers())
+KINDS = [*containers(), "BatchEncoding", "model output"]
+
+
+def container(kind: str) -> Any:
+    """One of `containers`, or of transformers, which an environment with the oldest or newest torch does not have."""
+    x = torch.ones(2)
+    if kind == "BatchEncoding":
+        encoding = pytest.importorskip("transformers").BatchEncoding
+        return encoding({"x": x, "name": ["a", "b"]})
+    if kind == "model output":
+        outputs = pytest.importorskip("transformers.modeling_outputs")
+        return outputs.BaseModelOutput(last_hidden_state=x)
+    return containers()[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_containers_keep_their_class_and_are_not_changed(kind: str) -> None:
-    batch = containers()[kind]
+    batch = container(kind)
     halved = map_tensors(
         batch, lambda tensor: tensor.half() if tensor.is_floating_point() else tensor
     )
@@ -117,9 +128,9 @@ def test_containers_keep_their_class_and_are_not_changed(kind: str) -> None:
     assert [way for way, _ in children(halved)] == [way for way, _ in children(batch)]
 
 
-@pytest.mark.parametrize("kind", containers())
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_container_without_changes_is_returned_itself(kind: str) -> None:
-    batch = containers()[kind]
+    batch = container(kind)
     assert map_tensors(batch, lambda tensor: tensor) is batch
     assert move_to_device(batch, "cpu") is batch
 
@@ -128,8 +139,6 @@ def test_what_classes_know_beside_their_items_stays() -> None:
     batch = map_tensors(containers()["defaultdict"], torch.Tensor.half)
     assert batch.default_factory is list
     assert batch["new"] == []
-    output = map_tensors(containers()["model output"], torch.Tensor.half)
-    assert output.last_hidden_state is output["last_hidden_state"]
     derived = map_tensors(
         containers()["dataclass with derived fields"], torch.Tensor.half
     )
@@ -140,6 +149,11 @@ def test_what_classes_know_beside_their_items_stays() -> None:
     )
     assert isinstance(packed, PackedSequence)
     assert packed.data.dtype == torch.float64
+
+
+def test_an_output_of_transformers_has_its_items_as_attributes() -> None:
+    output = map_tensors(container("model output"), torch.Tensor.half)
+    assert output.last_hidden_state is output["last_hidden_state"]
 
 
 def test_nothing_else_in_the_package_walks_batches() -> None:
