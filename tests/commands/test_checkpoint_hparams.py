@@ -109,6 +109,12 @@ def test_words_and_files_win(checkpoint, tmp_path, capsys):
     )
 
 
+def test_the_last_of_two_paths_counts(checkpoint, tmp_path):
+    """Options that are joined with their value were read before all others, wherever they stood."""
+    words = ["--ckpt_path", str(tmp_path / "none"), f"--ckpt_path={checkpoint}"]
+    assert run("test", *words).width == 6
+
+
 def test_the_function_takes_them_too(checkpoint):
     result = tk.cli(Sized, args=["test", f"--ckpt_path={checkpoint}", *QUIET])
     assert result.module.hparams.width == 6

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any, Final, NoReturn, TypeAlias, final
 
 import yaml
@@ -25,6 +24,7 @@ __all__ = [
     "imported_class",
     "key_prefixes",
     "node_pairs",
+    "options_with_values",
     "parameter_names",
     "read_nodes",
     "shorten",
@@ -85,7 +85,7 @@ def check_words(prog: str, words: Sequence[str]) -> None:
     Raises:
         FileProblem: option and reason.
     """
-    for option, value in _options_with_values(words):
+    for option, value in options_with_values(words):
         try:
             guarded_root(value, _MOST_VALUES, _MOST_DEPTH)
         except YamlProblem as problem:
@@ -109,7 +109,7 @@ def check_keys(
     keys = _Keys([option.removeprefix("--") for option in options], kinds)
     for file in files:
         keys.check(read_nodes(file), "", partial(_file_position, file))
-    for option, value in _options_with_values(words):
+    for option, value in options_with_values(words):
         try:
             node = yaml.compose(value, Loader=yaml.SafeLoader)
         # A plain text, which has no keys.
@@ -126,24 +126,30 @@ def _file_position(file: str, key: str, line: int) -> str:
     return f"{file}:{line}: {key}"
 
 
-def _options_with_values(words: Sequence[str]) -> list[tuple[str, str]]:
-    """The options on the command line, and their values."""
-    joined = [
-        argument.partition("=")[::2]
-        for argument in words
-        if argument.startswith("--") and "=" in argument
-    ]
-    # A switch without a value is paired with the next word; that word is only searched for keys.
-    separate = [
-        (argument, value)
-        for argument, value in pairwise(words)
-        if argument.startswith("--") and "=" not in argument
-    ]
-    return [
-        (option, value)
-        for option, value in [*joined, *separate]
-        if option != "--config"
-    ]
+def options_with_values(words: Sequence[str]) -> list[tuple[str, str]]:
+    """The options of a command line and their values, in its order; without ``--config``, whose file has its own check.
+
+    Args:
+        words: of the command line.
+
+    Example:
+        >>> options_with_values(["fit", "--config", "run.yaml", "--seed", "1", "--print_config", "--seed=2"])
+        [('--seed', '1'), ('--seed', '2')]
+    """
+    options = []
+    for index, word in enumerate(words):
+        if not word.startswith("--"):
+            continue
+        option, is_joined, value = word.partition("=")
+        if not is_joined:
+            following = words[index + 1 : index + 2]
+            # An option that stands alone, at the end or before another one, has no value.
+            if not following or following[0].startswith("--"):
+                continue
+            value = following[0]
+        if option != "--config":
+            options.append((option, value))
+    return options
 
 
 def _check_nodes(path: str, root: yaml.Node | None) -> None:

@@ -7,7 +7,6 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
 from pathlib import PurePath
 from typing import Any, Final, final
 
@@ -17,6 +16,7 @@ from trainer_kit.checkpoint.codecs import import_path
 from trainer_kit.checkpoint.manifest import read_manifest
 from trainer_kit.checkpoint.read import is_complete, read_checkpoint
 from trainer_kit.checkpoint.weights import read_module
+from trainer_kit.commands.argument_checks import options_with_values
 from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import locate
@@ -57,10 +57,9 @@ def words_from_checkpoint(
         kinds: the classes among which ``--model`` chooses; None: the class is fixed.
     """
     # In the order of their priority, as the parser reads them: a word overrides a file.
-    settings = [
-        *files,
-        *({option.removeprefix("--"): value} for option, value in _options(words)),
-    ]
+    settings = list(files)
+    for option, value in options_with_values(words):
+        settings.append({option.removeprefix("--"): _parsed(option, value)})
     # An empty path is none: `ckpt_path: null` in a file overrides nothing.
     paths = [entry["ckpt_path"] for entry in settings if entry.get("ckpt_path")]
     path = None
@@ -118,20 +117,6 @@ def read_hyper_parameters(path: str) -> dict[str, Any]:
     except CheckpointError:
         return {}
     return {str(name): value for name, value in hparams.items()}
-
-
-def _options(words: Sequence[str]) -> list[tuple[str, Nested]]:
-    joined = [
-        argument.partition("=")[::2]
-        for argument in words
-        if argument.startswith("--") and "=" in argument
-    ]
-    separate = [
-        (argument, value)
-        for argument, value in pairwise(words)
-        if argument.startswith("--") and "=" not in argument
-    ]
-    return [(option, _parsed(option, text)) for option, text in [*joined, *separate]]
 
 
 def _parsed(option: str, text: str) -> Nested:
