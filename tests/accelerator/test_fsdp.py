@@ -146,6 +146,26 @@ def check_a_mix_of_whole_and_divided() -> None:
 
 
 @pytest.mark.slow
+def check_models_with_the_same_names(path: Path) -> None:
+    """Each is read in its own parts: the shapes of the last one were those of all, and others were read whole."""
+
+    def prepared() -> tuple[tk.Accelerator, list[Any]]:
+        accelerator = made(fsdp_plugin=tk.FullyShardedDataParallelPlugin())
+        models = accelerator.prepare(nn.Linear(4, 6), nn.Linear(2, 8))
+        return accelerator, list(models)
+
+    accelerator, saved = prepared()
+    accelerator.save_state(str(path))
+    accelerator, models = prepared()
+    state = accelerator.checkpoints._read(path)
+    for part, model in zip(("model", "model_1"), saved, strict=True):
+        for name, tensor in model.state_dict().items():
+            assert state[part][name].placements == tensor.placements, (part, name)
+    accelerator.load_state(str(path))
+    for model, other in zip(models, saved, strict=True):
+        assert_same(whole(model.weight), whole(other.weight))
+
+
 @pytest.mark.world_size(2)
 def test_it_trains_and_saves_as_one_process(tmp_path: Path) -> None:
     check_any_norm()
@@ -202,6 +222,7 @@ def test_it_trains_and_saves_as_one_process(tmp_path: Path) -> None:
     assert_same(alone.state_dict(), found, 0.0)
     for options in ({"fsdp_plugin": tk.FullyShardedDataParallelPlugin()}, {}):
         statistics_are_each_process_s_own(options, tmp_path / f"own-{len(options)}")
+    check_models_with_the_same_names(tmp_path / "two")
     what_fails_on_one_process_ends_all(tmp_path / "fails")
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
 from trainer_kit import loggers, strategies
+from trainer_kit.accelerator.engine_plugins import describe_engine
+from trainer_kit.core.arguments import typed_arguments
 from trainer_kit.core.errors import ConfigurationError
 
 WRONG: list[tuple[Any, dict[str, Any]]] = [
@@ -59,6 +62,37 @@ def test_what_fits_is_taken() -> None:
 
     assert Own.__init__.__qualname__.endswith("Own.__init__")
     assert not hasattr(Own.__init__, "__wrapped__")
+
+
+def test_a_mapping_of_any_values_is_compared_too() -> None:
+    """``Mapping[str, object]`` says the same as ``Mapping[str, Any]``, and was not compared."""
+
+    class Options:
+        def __init__(self, values: Mapping[str, object], rest: object = None) -> None:
+            self.values = values
+
+    options: Any = typed_arguments(Options, Options.__init__)
+    taken = object.__new__(Options)
+    options(taken, {"a": object()}, rest=3)
+    assert list(taken.values) == ["a"]
+    with pytest.raises(ConfigurationError, match=r"Options\(values=\) has the wrong"):
+        options(taken, [1])
+
+
+def test_layers_of_an_iterator_are_read_once() -> None:
+    """The first reader, a description of the strategy, left no layer for those that shard."""
+    names = iter(["Linear"])
+    options = {"auto_wrap_policy": names, "ignored_modules": iter([])}
+    mesh = strategies.MeshStrategy(dp_shard=2, fsdp=options)
+    assert mesh.fsdp_options["auto_wrap_policy"] == ["Linear"]
+    assert mesh.fsdp_options["ignored_modules"] == []
+    sharded = strategies.FSDPStrategy(
+        auto_wrap_policy=iter(["Linear"]), activation_checkpointing_policy=iter(["B"])
+    )
+    (plugin,) = describe_engine(sharded, sharded).values()
+    assert plugin.transformer_cls_names_to_wrap == ["Linear"]
+    assert sharded.options["auto_wrap_policy"] == ["Linear"]
+    assert sharded.options["activation_checkpointing_policy"] == ["B"]
 
 
 @pytest.mark.slow

@@ -373,6 +373,7 @@ class Checkpoints:
         from trainer_kit.checkpoint.sharded import read_divided
 
         like: State = {}
+        like_by_part: dict[str, State] = {}
         elsewhere: dict[str, Collection[str]] = {}
         tensors_by_model = fail_together(
             self._world,
@@ -381,12 +382,18 @@ class Checkpoints:
         for index, (tensors, absent) in enumerate(tensors_by_model):
             # A strategy under which other processes hold whole tensors has one model.
             elsewhere = {"model": absent, "optimizers": absent}
+            # Weights are stored by the names in their model, and models may have the same ones.
+            like_by_part[_model_key(index)] = tensors
             for name, tensor in tensors.items():
                 # Moments have the names of `_unique_name`, which are prefixed if there are several models.
                 like[name] = tensor
                 like[f"{index}.{name}"] = tensor
         return read_divided(
-            path, like, elsewhere=elsewhere, group=self._world.side_group()
+            path,
+            like,
+            like_by_part=like_by_part,
+            elsewhere=elsewhere,
+            group=self._world.side_group(),
         )
 
     def _call_load_hooks(

@@ -349,6 +349,7 @@ def read_divided(
     like: Mapping[str, Any],
     *,
     parts: Iterable[str] | None = None,
+    like_by_part: Mapping[str, Mapping[str, Any]] | None = None,
     elsewhere: Mapping[str, Collection[str]] | None = None,
     group: ProcessGroup | None = None,
 ) -> dict[str, Any]:
@@ -362,6 +363,7 @@ def read_divided(
         path: a checkpoint directory, or its URL, the same on all ranks.
         like: tensors by name; only ``DTensor`` values have an effect.
         parts: the parts to read; None for all.
+        like_by_part: tensors that count before those of ``like`` in one part.
         elsewhere: by part, keys that only other ranks need: below them a tensor is returned on the meta device, and any
             other value as None.
         group: as for `read_sharded`.
@@ -379,8 +381,10 @@ def read_divided(
         {'model': {'w': tensor([1., 1.])}}
     """
     ranks = Collective(group)
-    divided = {
-        name: tensor for name, tensor in like.items() if hasattr(tensor, "placements")
+    divided = _divided(like)
+    divided_by_part = {
+        part_name: {**divided, **_divided(tensors)}
+        for part_name, tensors in (like_by_part or {}).items()
     }
     absent = elsewhere or {}
     with ExitStack() as stack:
@@ -389,7 +393,9 @@ def read_divided(
         def make_template() -> dict[str, Any]:
             return {
                 part_name: source.template(
-                    part_name, divided, absent.get(part_name, ())
+                    part_name,
+                    divided_by_part.get(part_name, divided),
+                    absent.get(part_name, ()),
                 )
                 for part_name in source.parts
             }
@@ -397,6 +403,14 @@ def read_divided(
         state = ranks.each(make_template)
         _fill_together(path, source, state, ranks, verify=True)
         return state
+
+
+def _divided(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if hasattr(tensor, "placements")
+    }
 
 
 def _fill_together(

@@ -6,7 +6,7 @@ import collections.abc
 import inspect
 import os
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, fields
 from datetime import timedelta
 from enum import Enum
@@ -42,6 +42,7 @@ __all__ = [
     "check_type",
     "known_arguments",
     "positive",
+    "read_again",
     "refuse_replaced",
     "refuse_unknown",
     "typed_arguments",
@@ -242,7 +243,7 @@ def _is_plain(kind: _Annotation) -> bool:
     if origin in (Union, types.UnionType):
         return all(map(_is_plain, members))
     if origin in (collections.abc.Sequence, collections.abc.Mapping):
-        return all(member is Any or _is_plain(member) for member in members)
+        return all(member in (Any, object) or _is_plain(member) for member in members)
     if origin in (collections.abc.Callable, os.PathLike):
         return True
     return kind in (int, float, bool, str, Path, types.NoneType)
@@ -364,6 +365,18 @@ def as_list(value: Any, *single: type) -> list[Any]:
     if isinstance(value, (str, bytes, Mapping, *single)):
         return [value]
     return list(value)
+
+
+def read_again(value: Any) -> Any:
+    """A list of what an iterator yields, which can be read only once; every other argument as it is.
+
+    Example:
+        >>> read_again(iter("ab")), read_again("ab"), read_again(None)
+        (['a', 'b'], 'ab', None)
+    """
+    if isinstance(value, Iterator):
+        return list(value)
+    return value
 
 
 def word_of(value: object) -> str:

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from trainer_kit.core.arguments import check_timeout
+from trainer_kit.core.arguments import check_timeout, read_again
 from trainer_kit.core.costs import Costs, local_shard, shard_costs
 from trainer_kit.core.display import in_units, plural
 from trainer_kit.core.environment import Environment
@@ -144,6 +144,10 @@ class FSDPStrategy(Strategy):
                 fix="activation_checkpointing_policy=True, or the modules",
             )
         check_timeout(timeout, "FSDPStrategy")
+        # Each is read several times: for the description of this strategy, and for each root.
+        auto_wrap_policy = read_again(auto_wrap_policy)
+        activation_checkpointing_policy = read_again(activation_checkpointing_policy)
+        ignored_modules = read_again(ignored_modules)
         self.options: dict[str, Any] = {
             "sharding_strategy": kind,
             "reshard_after_forward": reshard_after_forward,

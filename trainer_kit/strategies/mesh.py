@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trainer_kit.core.arguments import check_timeout
+from trainer_kit.core.arguments import check_timeout, read_again
 from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import ParallelPlan, PipelinePlan
@@ -147,8 +147,10 @@ class MeshStrategy(Strategy):
         self.schedule = pp_schedule
         self.pipeline: Pipeline | None = None
         self.plan = plan
+        activation_checkpointing_policy = read_again(activation_checkpointing_policy)
         self._checkpointing_policy = activation_checkpointing_policy
-        self._fsdp = dict(fsdp or {})
+        # Several strategies are made with them.
+        self._fsdp = {name: read_again(value) for name, value in (fsdp or {}).items()}
         self.fsdp_options: dict[str, Any] = {
             **self._fsdp,
             "activation_checkpointing_policy": activation_checkpointing_policy,

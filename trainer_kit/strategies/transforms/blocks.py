@@ -14,6 +14,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+from trainer_kit.core.arguments import read_again
 from trainer_kit.core.errors import StrategyError, did_you_mean
 from trainer_kit.core.signatures import takes
 from trainer_kit.core.torch_private import (
@@ -213,7 +214,7 @@ class ActivationCheckpointing(Transform):
     """
 
     def __init__(self, policy: Policy = None, offload: bool = False) -> None:
-        self.policy = policy
+        self.policy = read_again(policy)
         self.offload = offload
 
     def apply(self, module: nn.Module, mesh: DeviceMesh | None = None) -> None:
@@ -336,7 +337,7 @@ class Compile(Transform):
         options: Mapping[str, Any] | None = None,
         lasting: bool = False,
     ) -> None:
-        self.policy = policy
+        self.policy = read_again(policy)
         self.options = dict(options or {})
         self.lasting = lasting
 
