@@ -15,6 +15,7 @@ import torch
 import trainer_kit as tk
 from tests.callbacks import fits
 from tests.parity.plain import (
+    QUIET,
     Classifier,
     assert_same,
     make_batches,
@@ -25,13 +26,6 @@ from tests.parity.plain import (
 from trainer_kit.callbacks import ModelCheckpoint, OnExceptionCheckpoint, Preemption
 from trainer_kit.checkpoint import verify_checkpoint
 from trainer_kit.core.errors import ConfigurationError
-
-QUIET = {
-    "barebones": False,
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 class At(tk.Callback):

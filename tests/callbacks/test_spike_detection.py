@@ -13,6 +13,7 @@ from torch import nn
 
 import trainer_kit as tk
 from tests.parity.plain import (
+    QUIET,
     Batch,
     Classifier,
     assert_same,
@@ -24,12 +25,6 @@ from tests.parity.plain import (
 from trainer_kit.callbacks import ModelCheckpoint, NaNGuard, ReplayCheck, SpikeDetection
 from trainer_kit.core.errors import ConfigurationError, TrainerKitError
 
-QUIET = {
-    "barebones": False,
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 RUN = {**QUIET, "enable_checkpointing": False}
 
 

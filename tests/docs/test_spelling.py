@@ -16,11 +16,11 @@ STEMS = """anonym apolog author canonical capital categor central character crys
     util vector visual"""
 ENDINGS = "ation|ations|able|e|ed|er|ers|es|ing"
 WORDS = """ageing analyse analysed analyser analysing armour artefact artefacts behaviour behavioural behaviours
-    cancelled cancelling catalogue catalogued catalogues centre centred centres colour coloured colouring colours defence
-    enrol favour favoured favourite favours flavour flavours fulfil fulfils grey honour honoured honouring honours
-    judgement labelled labelling labour learnt licence licences manoeuvre metre metres millimetre modelled modelling
-    neighbour neighbouring neighbours offence programme programmes rumour signalled signalling spelt totalled travelled
-    travelling unlabelled vapour whilst"""
+    cancelled cancelling catalogue catalogued catalogues centre centred centres colour coloured colouring colours
+    defence enrol favour favoured favourite favours flavour flavours fulfil fulfils grey honour honoured honours
+    honouring judgement labelled labelling labour learnt licence licences manoeuvre metre metres millimetre modelled
+    modelling neighbour neighbouring neighbours offence programme programmes rumour signalled signalling spelt
+    totalled travelled travelling unlabelled vapour whilst"""
 BRITISH = re.compile(
     rf"(?<![A-Za-z])(?:de|re|un|dis|pre)?(?:(?:{'|'.join(STEMS.split())})is(?:{ENDINGS})|{'|'.join(WORDS.split())})(?![a-z])",
     re.IGNORECASE,

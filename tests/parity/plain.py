@@ -17,6 +17,13 @@ import trainer_kit as tk
 from trainer_kit.core.errors import add_note
 
 Batch = tuple[Tensor, Tensor]
+QUIET = {
+    "barebones": False,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+"""A Trainer with all checks and callbacks that prints nothing."""
 
 
 def make_batches(

@@ -12,6 +12,7 @@ from torch import nn
 
 import trainer_kit as tk
 from tests.parity.plain import (
+    QUIET,
     Batch,
     Classifier,
     assert_close,
@@ -25,13 +26,6 @@ from tests.parity.plain import (
 from trainer_kit.callbacks import AutoMicroBatch
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.step.split_batches import split
-
-QUIET = {
-    "barebones": False,
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 class Full(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -19,19 +20,7 @@ from trainer_kit.verify.runs import Runs
 pytestmark = pytest.mark.slow
 
 
-def verify(module, loader=None, val=None, steps=2, **options):
-    options = {
-        "accelerator": "cpu",
-        "devices": 2,
-        "strategy": "ddp",
-        "logger": False,
-        "seed": 1,
-        **options,
-    }
-    torch.manual_seed(0)
-    return tk.Trainer(**options).verify(
-        module, loader or verified.loader(), val, steps=steps, local=True
-    )
+verify = partial(verified.verify, steps=2, local=True)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

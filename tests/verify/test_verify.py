@@ -18,19 +18,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ranks")]
 _SECOND = partial(pytest.param, marks=pytest.mark.long)
 
 
-def verify(module, loader=None, val=None, steps=4, **options):
-    options = {
-        "accelerator": "cpu",
-        "devices": 2,
-        "strategy": "ddp",
-        "logger": False,
-        "seed": 1,
-        **options,
-    }
-    torch.manual_seed(0)
-    return tk.Trainer(**options).verify(
-        module, loader or verified.loader(), val, steps=steps, **LOCAL
-    )
+def verify(module, *arguments, **options):
+    return verified.verify(module, *arguments, **options, **LOCAL)
 
 
 def status(found):

@@ -510,3 +510,27 @@ class SyncedResNet(SmallResNet):
     def __init__(self):
         super().__init__()
         self.net[2], self.net[5].norm = SyncedNorm(4), SyncedNorm(4)
+
+
+def verify(module, batches=None, val=None, steps=4, local=False, **options):
+    """What `Trainer.verify` finds of DDP on two ranks of the CPU, or under other options.
+
+    Args:
+        module: of this file, or with its batches.
+        batches: by default this file's.
+        val: validation batches.
+        steps: that are compared.
+        local: whether ranks are threads of this process.
+        options: of the Trainer.
+    """
+    options = {
+        "accelerator": "cpu",
+        "devices": 2,
+        "strategy": "ddp",
+        "logger": False,
+        "seed": 1,
+        **options,
+    }
+    torch.manual_seed(0)
+    trainer = tk.Trainer(**options)
+    return trainer.verify(module, batches or loader(), val, steps=steps, local=local)
