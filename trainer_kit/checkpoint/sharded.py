@@ -349,7 +349,7 @@ def read_divided(
     like: Mapping[str, Any],
     *,
     parts: Iterable[str] | None = None,
-    like_by_part: Mapping[str, Mapping[str, Any]] | None = None,
+    like_by_part: Mapping[str, Mapping[str, object]] | None = None,
     elsewhere: Mapping[str, Collection[str]] | None = None,
     group: ProcessGroup | None = None,
 ) -> dict[str, Any]:
@@ -405,7 +405,7 @@ def read_divided(
         return state
 
 
-def _divided(tensors: Mapping[str, Any]) -> dict[str, Any]:
+def _divided(tensors: Mapping[str, object]) -> dict[str, object]:
     return {
         name: tensor
         for name, tensor in tensors.items()

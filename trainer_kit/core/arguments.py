@@ -243,7 +243,9 @@ def _is_plain(kind: _Annotation) -> bool:
     if origin in (Union, types.UnionType):
         return all(map(_is_plain, members))
     if origin in (collections.abc.Sequence, collections.abc.Mapping):
-        return all(member in (Any, object) or _is_plain(member) for member in members)
+        # Entries of any type need no comparison.
+        compared = [member for member in members if member not in (Any, object)]
+        return all(map(_is_plain, compared))
     if origin in (collections.abc.Callable, os.PathLike):
         return True
     return kind in (int, float, bool, str, Path, types.NoneType)
