@@ -269,6 +269,36 @@ def test_an_overwrite_that_cannot_be_made_durable_is_undone(
     assert os.listdir(tmp_path) == ["step-12"]
 
 
+def test_a_swap_that_cannot_be_undone_leaves_both_checkpoints(
+    saved, tmp_path, monkeypatch, same, make_state
+):
+    """Whether the new name is durable is unknown, so the old files must not go."""
+    swaps, real_sync = [], commit.sync_directory
+
+    def swap_once(one, other):
+        swaps.append(one)
+        if len(swaps) > 1:
+            return False
+        spare = tmp_path / "spare"
+        os.rename(other, spare)
+        os.rename(one, other)
+        os.rename(spare, one)
+        return True
+
+    def fail(path):
+        if path == tmp_path:
+            raise OSError(errno.EIO, "Input/output error")
+        real_sync(path)
+
+    monkeypatch.setattr(commit, "_exchange", swap_once)
+    monkeypatch.setattr(commit, "sync_directory", fail)
+    with pytest.raises(CheckpointError, match="the checkpoint of before is now"):
+        write_checkpoint(saved, {"progress": {"step": 13}}, overwrite=True)
+    assert len(swaps) == 2
+    assert read_checkpoint(saved) == {"progress": {"step": 13}}
+    assert same(read_checkpoint(swaps[0]), make_state())
+
+
 def test_the_second_rename_failing_puts_the_old_one_back(
     saved, tmp_path, monkeypatch, same, make_state
 ):

@@ -11,7 +11,12 @@ from torch.distributed import get_rank
 
 from tests.training.tiny import Tiny
 from trainer_kit import Callback, Trainer
-from trainer_kit.core.errors import ConfigurationError, DurationError, HookError
+from trainer_kit.core.errors import (
+    ConfigurationError,
+    DurationError,
+    HookError,
+    RankError,
+)
 
 QUIET = {
     "logger": False,
@@ -343,6 +348,75 @@ def test_a_request_with_a_path_is_notified_of_its_save(tmp_path):
     )
     fit(ask, max_steps=1)
     assert request.told == (tmp_path / "mine",)
+
+
+class Named:
+    """A request with a path of its own."""
+
+    reason = "mine"
+
+    def __init__(self, path, weights_only=False):
+        self.path, self.weights_only = path, weights_only
+        self.told = []
+
+    def saved(self, path):
+        self.told.append(path)
+
+
+def test_a_request_without_a_path_marks_no_checkpoint_of_another_request(tmp_path):
+    from trainer_kit.checkpoint.store import lookup
+
+    def ask(trainer):
+        trainer.request_checkpoint("wanted")
+        trainer.request_checkpoint(
+            "weights", Named(tmp_path / "elsewhere" / "weights", weights_only=True)
+        )
+
+    fit(acting("on_train_step_end", ask), max_steps=1, default_root_dir=tmp_path)
+    run_checkpoint = tmp_path / "checkpoints" / "step-00000001"
+    assert lookup(run_checkpoint.parent, "last") == run_checkpoint
+    assert (tmp_path / "elsewhere" / "weights" / "manifest.json").exists()
+    # Without an index a resume reads what the manifests say.
+    assert not (tmp_path / "elsewhere" / "index.json").exists()
+
+
+RANKS = {"accelerator": "cpu", "strategy": "ddp", "devices": 2, "max_epochs": 1}
+
+
+@pytest.mark.world_size(2)
+def test_requests_with_and_without_a_path_are_granted_on_every_rank(tmp_path):
+    """Rank 1 alone asks without a path; the names of the requests with one differ, and rank 0's counts."""
+    requests = []
+
+    def ask(trainer):
+        request = Named(tmp_path / f"rank-{get_rank()}-step-{trainer.global_step}")
+        requests.append(request)
+        trainer.request_checkpoint("mine", request)
+        if get_rank() == 1 and trainer.global_step == 2:
+            trainer.request_checkpoint("alone")
+
+    ask_each_step = acting("on_train_step_end", ask)
+    fit(ask_each_step, batches=8, default_root_dir=tmp_path, **RANKS)
+    assert len(requests) == 4
+    for step, request in enumerate(requests, 1):
+        assert request.told == [tmp_path / f"rank-0-step-{step}"]
+    # The ranks agree at the end of the epoch.
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == [
+        "step-00000004"
+    ]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("asks", [0, 1])
+def test_a_request_with_a_path_of_one_rank_is_refused_where_ranks_agree(tmp_path, asks):
+    alone = acting(
+        "on_train_end",
+        lambda trainer: trainer.request_checkpoint("mine", Named(tmp_path / "mine")),
+        lambda trainer: get_rank() == asks,
+    )
+    with pytest.raises(RankError, match="on some ranks only") as raised:
+        fit(alone, default_root_dir=tmp_path, **RANKS)
+    assert f"rank {asks}: 1" in str(raised.value)
 
 
 def test_a_checkpoint_inside_a_window_runs_that_window_again(tmp_path):

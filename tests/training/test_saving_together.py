@@ -204,7 +204,9 @@ def test_an_abandoned_rank_takes_part_in_the_remaining_collectives(
 
     paths = [tmp_path / "a", tmp_path / "b"]
     save = Save(
-        1, [Listens(path, []) for path in paths], {str(path): False for path in paths}
+        1,
+        [(str(path), Listens(path, [])) for path in paths],
+        {str(path): False for path in paths},
     )
     save.abandoned = True
     began: Any = saving.Future()

@@ -9,6 +9,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tests.training.tiny import Tiny
 from trainer_kit import Callback, Trainer
+from trainer_kit.callbacks import OnExceptionCheckpoint
+from trainer_kit.checkpoint.read import read_checkpoint
 
 OPTIONS = {
     "accelerator": "cpu",
@@ -174,3 +176,37 @@ def test_a_scheduler_that_counts_steps_sees_the_new_step(windows):
     trainer.fit(module, DataLoader(torch.ones(8, 2), batch_size=2))
     each = 4 // windows
     assert module.seen == [(i + 1, i // each) for i in range(2 * each)]
+
+
+class RaisesAtThird(Plateau):
+    def step(self, metrics, *arguments):
+        super().step(metrics, *arguments)
+        if len(self.read) == 3:
+            raise RuntimeError("no more")
+
+
+class LeavesOut(Callback):
+    """The step during which the scheduler above raises is one that is left out."""
+
+    def on_train_start(self, trainer, module):
+        trainer.running.fit.windows.leave_out([4])
+
+
+def test_a_state_taken_inside_a_left_out_step_counts_the_samples_trained_on(tmp_path):
+    module = Net(1, strict=False)
+    module.plateaus = [RaisesAtThird(module.optimizer)]
+    module.validation_step = lambda batch, batch_idx: None
+    module.training_step = lambda batch, batch_idx: _logged_loss(module, batch)
+    callbacks = [LeavesOut(), OnExceptionCheckpoint(tmp_path)]
+    trainer = Trainer(
+        max_epochs=1, num_sanity_val_steps=0, callbacks=callbacks, **OPTIONS
+    )
+    with pytest.raises(RuntimeError, match="no more"):
+        trainer.fit(module, unknown(), known())
+    progress = read_checkpoint(tmp_path / "on_exception")["progress"]
+    assert (progress["step"], progress["batch"], progress["samples"]) == (3, 3, 3)
+
+
+def _logged_loss(module, batch):
+    module.log("val", float(module.trainer.global_step))
+    return module.layer(batch).pow(2).mean()

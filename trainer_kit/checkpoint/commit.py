@@ -333,8 +333,10 @@ def work_directory(
         else:
             _rename(work, target)
     except BaseException as error:
-        # Also after a failed commit, which has given the directory its hidden name back.
-        shutil.rmtree(work, ignore_errors=True)
+        # Also after a failed commit, which has given the directory its hidden name back. Only after a swap that stands
+        # does the name hold the old checkpoint, the only one that is surely durable.
+        if not isinstance(error, _SwapStands):
+            shutil.rmtree(work, ignore_errors=True)
         for parent in new_parents:
             # It fails where another process has written into the directory since.
             with suppress(OSError):
@@ -531,6 +533,10 @@ def io_failures(target: Location, needed: int = 0) -> Iterator[None]:
         raise io_failure(target, error, needed) from error
 
 
+class _SwapStands(OSError):
+    """A swap of two directories is perhaps not durable, and could not be undone."""
+
+
 def _replace(work: Path, target: Path) -> None:
     """Give ``work`` the name of the checkpoint ``target``, and delete that one once the new one is durable."""
     # A directory that is not empty cannot be replaced by a rename, so the two names are swapped.
@@ -538,9 +544,11 @@ def _replace(work: Path, target: Path) -> None:
         replaced = work
         try:
             sync_directory(target.parent)
-        except BaseException:
+        except BaseException as error:
             # Whether the swap is durable is unknown: the save fails, and the old checkpoint stays.
-            _exchange(work, target)
+            if not _exchange(work, target):
+                reason = f"{error}; the checkpoint of before is now {work.name}"
+                raise _SwapStands(errno.EIO, reason) from error
             raise
     else:
         # In two steps, between which the target is absent.

@@ -456,7 +456,10 @@ class Callback:
     def on_save_checkpoint(
         self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: StateDict, /
     ) -> None:
-        """Before the state is written; the hook may add keys."""
+        """Before the state is written; the hook may add keys.
+
+        Called also for a state that stays in memory (with ``NaNGuard``): files belong in ``on_checkpoint_committed``.
+        """
 
     @_facts(logs="never")
     def on_load_checkpoint(
@@ -632,7 +635,10 @@ class ModuleHooks:
         """After an exception, which is then raised to the caller unchanged."""
 
     def on_save_checkpoint(self, checkpoint: StateDict) -> None:
-        """Before the state is written; the hook may add keys."""
+        """Before the state is written; the hook may add keys.
+
+        Called also for a state that stays in memory (with ``NaNGuard``): files belong in ``on_checkpoint_committed``.
+        """
 
     def on_load_checkpoint(self, checkpoint: StateDict) -> None:
         """Before a state, or weights alone, is restored; it has the keys that ``on_save_checkpoint`` added."""

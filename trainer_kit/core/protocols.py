@@ -162,6 +162,11 @@ class Group(Protocol):
 class CheckpointRequest(Protocol):
     """A callback's request for one checkpoint of the current step, saved after everything else of that step.
 
+    Every rank must make it at the same step and in the same order: a request with a path is saved there without asking
+    the other ranks, so what leads to it may not be known to one rank alone. Rank 0's ``path`` and ``weights_only``
+    count. A rank that makes one alone waits for the others forever, or where ranks agree, gets a `RankError`. A request
+    of `request_checkpoint` without a ``CheckpointRequest`` may come from one rank: it waits until all know of it.
+
     Optional: ``failed(path)`` is called in place of ``saved`` if the storage failed and training continues.
     ``next_try: str`` is the time of the callback's next request, for that message. ``committed(path)`` is called on
     rank 0 as soon as the checkpoint is durable, in the thread that wrote it: it may change files, but nothing that
@@ -174,7 +179,7 @@ class CheckpointRequest(Protocol):
     weights_only: bool
 
     def saved(self, path: Location) -> None:
-        """Called on every rank, between two steps, soon after the checkpoint is durable."""
+        """Called on every rank with rank 0's path, between two steps, soon after the checkpoint is durable."""
 
 
 @runtime_checkable
@@ -425,7 +430,9 @@ class TrainerLike(Protocol):
     def withdraw_stop(self, reason: str) -> None: ...
     def request_checkpoint(
         self, reason: str, request: CheckpointRequest | None = None
-    ) -> None: ...
+    ) -> None:
+        """Request a checkpoint of this step; with a ``request``, on every rank."""
+
     def request_validation(self, reason: str) -> None: ...
     @property
     def train_batch_samples(self) -> int | None:

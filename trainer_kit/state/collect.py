@@ -332,7 +332,9 @@ def restore(
     strict: bool,
     global_batch_size: int | None = None,
 ) -> None:
-    """Restore everything at one point: after the module is wrapped and optimizers exist, before ``on_fit_start``.
+    """Restore everything at one point: after the module is wrapped and optimizers exist.
+
+    A run that resumes calls it before ``on_fit_start``; a run that goes back to a held state, between two steps.
 
     An error on one rank is raised on all: the others would wait in the next collective call.
 

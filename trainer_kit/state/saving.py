@@ -17,18 +17,18 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 from trainer_kit.checkpoint.background import Background, HostBuffers
 from trainer_kit.checkpoint.commit import Snapshot, take_snapshot, write_snapshot
 from trainer_kit.checkpoint.store import checkpoints, mark
 from trainer_kit.core.collective_errors import fail_together, shared_error
-from trainer_kit.core.errors import CheckpointError, ConfigurationError
+from trainer_kit.core.errors import CheckpointError, ConfigurationError, RankError
 from trainer_kit.core.location import Location, locate
 from trainer_kit.core.protocols import CheckpointRequest
 from trainer_kit.core.state_names import state_name
@@ -40,7 +40,13 @@ from trainer_kit.step.run import Fit, Outcome, Save, Saver, StepGuard
 if TYPE_CHECKING:
     from trainer_kit.checkpoint.sharded import ShardedSnapshot
 
-__all__ = ["abandon_save", "save_requested", "save_to", "settle_save"]
+__all__ = [
+    "abandon_save",
+    "check_named_requests",
+    "save_requested",
+    "save_to",
+    "settle_save",
+]
 
 _SLOW: Final = 60.0
 """Seconds after which a line reports that a save is still under way."""
@@ -68,6 +74,7 @@ def save_requested(
 
     Raises:
         CheckpointError: the state cannot be saved on any storage.
+        RankError: only some ranks have requested a checkpoint with a path.
     """
     pending = run.requests.checkpoints
     if not pending:
@@ -76,16 +83,10 @@ def save_requested(
         return True
     # Its host buffers are free only when it is written, and an earlier save must not replace a later one.
     settle_save(run)
-    requests = [request for _, request in pending]
-    paths = {}
-    for request in requests:
-        weights_only = request is not None and bool(request.weights_only)
-        paths[str(_checkpoint_path(run, request))] = weights_only
-    # Names may hold values of metrics or the time, which differ between ranks.
-    paths = run.strategy.world.broadcast(paths)
-    save = Save(run.progress.step, requests, paths, last=last)
+    save = _next_save(run, last)
+    paths = save.paths
     # Before the state is collected: a hook may request the next checkpoint while it adds to this one.
-    pending.clear()
+    run.requests.drop_checkpoints([request for _, request in save.requests])
     if guard is not None:
         guard.note_checkpoints(run.progress.step, paths)
     # Every rank collects the same states in the same order: collecting is collective.
@@ -96,6 +97,84 @@ def save_requested(
     if run.saver.background and not last:
         return True
     return settle_save(run)
+
+
+def check_named_requests(counts: Sequence[float]) -> None:
+    """Refuse requests with a path that only some ranks have made.
+
+    Args:
+        counts: of each rank, how many such requests are pending.
+
+    Raises:
+        RankError: they differ; on every rank.
+    """
+    if len(set(counts)) == 1:
+        return
+    raise RankError(
+        "checkpoints with a path were requested on some ranks only",
+        found=", ".join(
+            f"rank {rank}: {int(count)}" for rank, count in enumerate(counts)
+        ),
+        fix="call request_checkpoint(reason, request) on every rank at the same step; without a request, one rank may"
+        " call it",
+    )
+
+
+def _next_save(run: Fit, last: bool) -> Save:
+    """The save of the requests that are pending at this step: rank 0 chooses the paths for all ranks."""
+    requests = [request for _, request in run.requests.checkpoints]
+    named_requests = [request for request in requests if request is not None]
+    targets = _agree_on_targets(run, requests, len(named_requests))
+    paths: dict[str, bool] = {}
+    for target in targets:
+        # A path that is also requested with the whole state gets the whole state.
+        paths[target.path] = target.weights_only and paths.get(target.path, True)
+    save = Save(run.progress.step, [], paths, last=last)
+    # Every rank makes its requests with a path in the same order, so they belong to rank 0's in that order.
+    remaining = iter(named_requests)
+    for target in targets:
+        if target.is_named:
+            save.requests.append((target.path, next(remaining)))
+        elif None in requests:
+            save.requests.append((target.path, None))
+    return save
+
+
+def _agree_on_targets(
+    run: Fit, requests: Sequence[CheckpointRequest | None], named: int
+) -> list[_Target]:
+    """What rank 0 saves, in the order of its requests; each rank has ``named`` requests with a path among its own.
+
+    A request without a path that rank 0 does not know of yet is not among them: it stays pending on its rank.
+    """
+    world = run.strategy.world
+    rows = world.agree([named])
+    check_named_requests([count for (count,) in rows])
+    targets = [_target(run, request) for request in requests]
+    # Names may hold values of metrics or the time, which differ between ranks.
+    targets_of_rank_zero: list[_Target] = world.broadcast(targets)
+    return targets_of_rank_zero
+
+
+class _Target(NamedTuple):
+    """What rank 0 tells the other ranks about a request.
+
+    Attributes:
+        path: of its checkpoint.
+        weights_only: whether it asks for the weights alone.
+        is_named: whether the request brings this path.
+    """
+
+    path: str
+    weights_only: bool
+    is_named: bool
+
+
+def _target(run: Fit, request: CheckpointRequest | None) -> _Target:
+    if request is not None:
+        return _Target(str(locate(request.path)), bool(request.weights_only), True)
+    path = run.directory() / f"step-{run.progress.step:08d}"
+    return _Target(str(path), weights_only=False, is_named=False)
 
 
 def save_to(run: Fit | None, path: Location, weights_only: bool) -> None:
@@ -145,13 +224,13 @@ def settle_save(run: Fit) -> bool:
             _report_failure(run, save, locate(path), failure)
     for line in save.messages:
         run.say(line)
-    for request in save.requests:
-        if request is None or str(request.path) not in outcome:
+    for path, request in save.requests:
+        if request is None or path not in outcome:
             continue
-        if outcome[str(request.path)] is None:
-            request.saved(locate(request.path))
+        if outcome[path] is None:
+            request.saved(locate(path))
         else:
-            call_optional(request, "failed", locate(request.path))
+            call_optional(request, "failed", locate(path))
     return not any(outcome.values())
 
 
@@ -455,12 +534,6 @@ def _error_besides_storage(outcome: Outcome) -> CheckpointError | None:
         if failure is not None and not isinstance(failure.__cause__, OSError):
             return failure
     return None
-
-
-def _checkpoint_path(run: Fit, request: CheckpointRequest | None) -> Location:
-    if request is not None:
-        return locate(request.path)
-    return run.directory() / f"step-{run.progress.step:08d}"
 
 
 def _mark_last(name: str) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final, final
@@ -108,6 +108,15 @@ class Requests:
         self.checkpoints.append((reason, request))
         self.wake()
 
+    def drop_checkpoints(self, saved: Sequence[CheckpointRequest | None]) -> None:
+        """Forget the requests that a save grants; None drops all requests without a path."""
+        identities = {id(request) for request in saved}
+        self.checkpoints[:] = [
+            (reason, request)
+            for reason, request in self.checkpoints
+            if id(request) not in identities
+        ]
+
     def ask_validation(self, reason: str) -> None:
         """Validate at the end of this step."""
         self.validation = self.validation or reason
@@ -148,13 +157,19 @@ class Requests:
         return any(request is not None for _, request in self.checkpoints)
 
     @property
+    def unnamed(self) -> bool:
+        """Whether a checkpoint is asked for in the run's own directory."""
+        return any(request is None for _, request in self.checkpoints)
+
+    @property
     def pending(self) -> list[float]:
-        """One number for each kind of request, for a vote."""
+        """For a vote: stop, validation, the signal's number, checkpoints without a path, checkpoints with one."""
         return [
             float(self.stop is not None),
             float(self.validation is not None),
             self.signal,
-            len(self.checkpoints),
+            sum(request is None for _, request in self.checkpoints),
+            sum(request is not None for _, request in self.checkpoints),
         ]
 
 

@@ -58,7 +58,8 @@ class Save:
 
     Attributes:
         step: that it was taken after.
-        requests: of that step; None for the run's own directory and name.
+        requests: of this rank at that step, each with the path of its checkpoint; a request of None is for the run's
+            own directory and name.
         paths: by path, whether it holds the weights alone.
         last: nothing is trained after it.
         awaited: training waits for it.
@@ -68,7 +69,7 @@ class Save:
     """
 
     step: int
-    requests: list[CheckpointRequest | None]
+    requests: list[tuple[str, CheckpointRequest | None]]
     paths: dict[str, bool]
     last: bool = False
     awaited: bool = False
@@ -77,11 +78,9 @@ class Save:
     messages: list[str] = field(default_factory=list)
 
     def requests_of(self, path: str) -> list[CheckpointRequest | None]:
-        """The requests for ``path``, and those without a path."""
+        """The requests that the checkpoint at ``path`` grants."""
         return [
-            request
-            for request in self.requests
-            if request is None or str(request.path) == path
+            request for request_path, request in self.requests if request_path == path
         ]
 
     def begin_writing(self, writing: Background[Outcome] | None) -> None:

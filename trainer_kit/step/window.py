@@ -601,6 +601,8 @@ class Window(_Record):
         # The position in the data goes on; samples and tokens count only what is trained on.
         self.runner.progress.pass_batches(self.count)
         self.count = 0
+        # A state taken before this step is counted takes back what the window has counted: here, batches alone.
+        self.sizes = []
         self.batch = None
 
     def abandon(self) -> None:

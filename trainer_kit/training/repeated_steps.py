@@ -129,6 +129,8 @@ def compose_guard(
     policy, steps_back, max_steps, left_out_steps = leaving_out.non_finite
 
     def collect_state(owes_validation: bool) -> State:
+        # With the hooks of a checkpoint, although no file is written: what a user's object adds in `on_save_checkpoint`
+        # it takes back in `on_load_checkpoint`, and without it the object would stay at the step that is undone.
         state = collect(
             run,
             callbacks,

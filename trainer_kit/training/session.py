@@ -512,7 +512,14 @@ class Session:
     def request_checkpoint(
         self, reason: str, request: CheckpointRequest | None = None
     ) -> None:
-        """Request a checkpoint, saved after everything else of this step."""
+        """Request a checkpoint, saved after everything else of this step.
+
+        Args:
+            reason: for logs and reports.
+            request: brings a path, and its ``saved`` is called later; every rank must make it at the same step. None:
+                the run's own directory and name; one rank may ask alone, and is answered at the step at which the ranks
+                next agree (at most 50 steps later).
+        """
         # `fast_dev_run` writes nothing.
         if not self.settings.fast:
             self.requests.ask_checkpoint(reason, request)

@@ -35,7 +35,7 @@ from trainer_kit.core.errors import (
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.metrics.entry import Reduced
-from trainer_kit.state.saving import save_requested, settle_save
+from trainer_kit.state.saving import check_named_requests, save_requested, settle_save
 from trainer_kit.step.evaluate import evaluate
 from trainer_kit.step.requests import ended_by, requeue_once
 from trainer_kit.step.run import Fit, StepGuard
@@ -229,7 +229,8 @@ class Settler:
         # At the end of an epoch a stop waits until the epoch is counted: it may be the last one of `min_epochs`.
         if not leaves and agrees and not is_last:
             leaves = self._grants_stop()
-        # A request with a path depends on progress alone, so every rank has it at this step without an agreement.
+        # Every rank makes a request with a path at the same step (the contract of `CheckpointRequest`), so all of them
+        # have it here without an agreement.
         # At the end of an epoch the checkpoint waits for the hooks and schedulers of that step. A run that leaves the
         # epoch early saves here: leaving reduces and resets the running sums that a resumed run needs.
         if run.requests.checkpoints and (agrees or run.requests.named) and not is_last:
@@ -530,8 +531,8 @@ class Settler:
             ]
         )
         columns = [list(column) for column in zip(*rows, strict=True)]
-        stops, validations, signals, saves = columns[:4]
-        skipped, padded, ended, seconds, looks = columns[4:]
+        stops, validations, signals, unnamed, named = columns[:5]
+        skipped, padded, ended, seconds, looks = columns[5:]
         self._exchanges_signals_at = run.progress.step + int(looks[0])
         # The slowest rank counts, so that a limit in time ends all ranks at this step.
         self._clock.count(max(seconds))
@@ -548,7 +549,8 @@ class Settler:
         if any(ended):
             settle_save(run)
         # Every rank takes part in a save, also those that did not request it.
-        if any(saves) and not requests.checkpoints:
+        check_named_requests(named)
+        if any(unnamed) and not requests.unnamed:
             requests.checkpoints.append(("requested by another rank", None))
 
     def _exchange_signals(self) -> None:
