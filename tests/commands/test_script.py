@@ -208,4 +208,4 @@ def test_scripts_without_a_fit_are_refused_in_words():
 
 def test_a_loop_over_an_accelerator_is_refused_in_words():
     text = refused("accelerator = tk.Accelerator(cpu=True)")
-    assert "a raw loop with an Accelerator cannot be captured" in text
+    assert "a custom training loop with an Accelerator cannot be captured" in text

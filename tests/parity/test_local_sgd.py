@@ -251,7 +251,7 @@ def test_unsupported_combinations_are_refused() -> None:
         strategy.prepare_module(module, True, make_precision("32-true", "cpu"))
     with pytest.raises(StrategyError, match="16-mixed"):
         strategy.prepare_module(module, False, make_precision("16-mixed", "cpu"))
-    with pytest.raises(StrategyError, match="not available in a raw loop"):
+    with pytest.raises(StrategyError, match="not available in a custom training loop"):
         strategy.wrap_module(module, make_precision("32-true", "cpu"))
 
 

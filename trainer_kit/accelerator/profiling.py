@@ -1,4 +1,4 @@
-"""Profile a part of a raw loop with ``torch.profiler``."""
+"""Profile a part of a custom training loop with ``torch.profiler``."""
 
 from __future__ import annotations
 

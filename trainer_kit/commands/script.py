@@ -129,7 +129,7 @@ def captured_fit(
         raise ConfigurationError(
             f"{script} calls no Trainer.fit",
             found=f"{ended}, with the arguments {' '.join(arguments) or '(none)'}",
-            fix="pass the script's arguments after --; a raw loop with an Accelerator cannot be captured",
+            fix="pass the script's arguments after --; a custom training loop with an Accelerator cannot be captured",
         )
     # runpy has restored it, but classes of the script are pickled by the name __main__ for workers of loaders.
     sys.modules["__main__"] = mains[0]

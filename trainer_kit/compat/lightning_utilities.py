@@ -91,6 +91,14 @@ __all__ = [
     "torchvision",
 ]
 
+
+def __getattr__(name: str) -> object:
+    if name != "ReduceLROnPlateau":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # It was here in 0.2.0. At the first use, and by its former path: commands are above this room.
+    return import_module("trainer_kit.compat._plateau").ReduceLROnPlateau
+
+
 STEP_OUTPUT = Tensor | Mapping[str, Any] | None
 TRAIN_DATALOADERS = Any
 EVAL_DATALOADERS = Any

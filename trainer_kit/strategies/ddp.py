@@ -243,7 +243,7 @@ class DDPStrategy(Strategy):
         """
         if self.local_sgd is not None:
             raise StrategyError(
-                "the local SGD of a strategy is not available in a raw loop",
+                "the local SGD of a strategy is not available in a custom training loop",
                 fix="use with LocalSGD(accelerator, model, 8):",
             )
         self._modules.append(module)
