@@ -565,7 +565,7 @@ class Accelerator:
         """
         if not self.accumulation.sync:
             return None
-        complete = self.prepared.complete_gradients(parameters)
+        complete = self.prepared.unscale_gradients_of(parameters)
         return self.strategy.clip_gradients(
             complete, max_norm, "norm", float(norm_type)
         )
@@ -578,7 +578,7 @@ class Accelerator:
             clip_value: the largest absolute value of an element.
         """
         if self.accumulation.sync:
-            complete = self.prepared.complete_gradients(parameters)
+            complete = self.prepared.unscale_gradients_of(parameters)
             self.strategy.clip_gradients(complete, clip_value, "value")
 
     def autocast(

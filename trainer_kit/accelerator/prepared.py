@@ -508,7 +508,7 @@ class Prepared:
             self._accumulation.correct(user_optimizer)
             self._precision.unscale_gradients(user_optimizer)
 
-    def complete_gradients(self, parameters: Parameters) -> list[nn.Parameter]:
+    def unscale_gradients_of(self, parameters: Parameters) -> list[nn.Parameter]:
         """Unscale and correct the gradients of the optimizers that hold ``parameters``; return these as a list."""
         # A list, because an iterator such as model.parameters() is read twice: here and when the norm is computed.
         clipped = _as_list(parameters)

@@ -65,8 +65,8 @@ from trainer_kit.strategies.transforms.pipeline import (
 from trainer_kit.strategies.transforms.pipeline_stages import has_stages
 from trainer_kit.strategies.transforms.tensor import (
     TensorParallel,
-    complete_gradients,
     find_replicated,
+    sum_partial_gradients,
 )
 from trainer_kit.strategies.transforms.transform import Transform
 
@@ -168,7 +168,8 @@ class MeshStrategy(Strategy):
         check_timeout(timeout, "MeshStrategy")
         self.backend = process_group_backend
         self.timeout = timeout
-        self._data_axes: Strategy = SingleDeviceStrategy(self.device)
+        # What runs the data axes: FSDP, one device, or stages around them. It is chosen when the mesh exists.
+        self._data_strategy: Strategy = SingleDeviceStrategy(self.device)
         self._shards: FSDPStrategy | None = None
         self._transforms: tuple[Transform, ...] = ()
         self._modules: list[nn.Module] = []
@@ -207,20 +208,26 @@ class MeshStrategy(Strategy):
         self.sharded = self.world.size > 1  # a single rank has all parameters
         # A forward gathers parameters that are sharded over the data axes.
         self.lockstep = self.losses.size > 1
+        # `losses` are the ranks whose losses are weighted together: all data and context ranks of this mesh. One rank
+        # has nothing to shard over them.
         # FSDP is not started: this strategy has joined the world, and gives it a part of the mesh.
         if self.losses.size > 1:
             mesh = self.groups.data_mesh
             self._shards = FSDPStrategy(self.device, device_mesh=mesh, **self._fsdp)
             self._shards.use_group(self.losses, mesh)
-        self._data_axes = self._shards or SingleDeviceStrategy(self.device)
+        self._data_strategy = self._shards or SingleDeviceStrategy(self.device)
         if sizes["pp"] > 1:
             self.pipeline = Pipeline(
                 self.groups.stages, self.world, self.device, self.schedule
             )
             self.reporter = self.pipeline.reporter
             self.why_not_again = "each rank of a pipeline has other parameters"
-            self._data_axes = StagedStrategy(self.pipeline, self.groups, self._shards)
-            self._equal_rng_groups = []  # each stage draws its own random numbers
+            self._data_strategy = StagedStrategy(
+                self.pipeline, self.groups, self._shards
+            )
+            # `StagedStrategy.forward_backward` sets the random numbers instead: within an epoch each stage has its own
+            # seed, so that dropout differs between stages as between layers.
+            self._equal_rng_groups = []
 
     def places(self, processes: int) -> dict[str, int]:
         """The size of each axis, with -1 resolved; see `trainer_kit.strategies.mesh_layout.resolve_sizes`."""
@@ -233,12 +240,12 @@ class MeshStrategy(Strategy):
 
     def configure(self, **facts: Any) -> str | None:
         """Configure the data axes and return their message."""
-        return self._data_axes.configure(**facts)
+        return self._data_strategy.configure(**facts)
 
     def stop(self) -> None:
         """Release the module and undo activation checkpointing; the module stays sharded."""
         # The data axes were applied last, around what the transforms changed.
-        self._data_axes.stop()
+        self._data_strategy.stop()
         for module in self._modules:
             for transform in self._transforms:
                 transform.undo(module)
@@ -256,7 +263,9 @@ class MeshStrategy(Strategy):
     def place_module(self, module: nn.Module, precision: Precision) -> None:
         """Divide the module for evaluation: it may not fit on one rank there either."""
         self._shard_module(
-            module, precision, lambda: self._data_axes.place_module(module, precision)
+            module,
+            precision,
+            lambda: self._data_strategy.place_module(module, precision),
         )
 
     def prepare_module(
@@ -266,7 +275,7 @@ class MeshStrategy(Strategy):
         self._shard_module(
             module,
             precision,
-            lambda: self._data_axes.prepare_module(module, manual, precision),
+            lambda: self._data_strategy.prepare_module(module, manual, precision),
         )
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
@@ -286,7 +295,9 @@ class MeshStrategy(Strategy):
         earlier_modules = self._modules
         self._raw_loop = True
         self._shard_module(
-            module, precision, lambda: self._data_axes.wrap_module(module, precision)
+            module,
+            precision,
+            lambda: self._data_strategy.wrap_module(module, precision),
         )
         # A custom training loop may have several.
         self._modules = [*earlier_modules, module]
@@ -385,12 +396,12 @@ class MeshStrategy(Strategy):
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Replace the optimizer's original parameters by this rank's shards."""
         # A pipeline first drops the parameters of other stages, which have no replacement here.
-        self._data_axes.prepare_optimizer(optimizer)
+        self._data_strategy.prepare_optimizer(optimizer)
         self._replaced_parameters.replace_in(optimizer)
 
     def bind_step(self, optimizer: Optimizer) -> StepMethod:
         """The step of the data axes; a multi-tensor optimizer is called once for each kind of parameter."""
-        step = step_by_kind(optimizer, self._data_axes.bind_step(optimizer))
+        step = step_by_kind(optimizer, self._data_strategy.bind_step(optimizer))
         return refuse_unprepared(optimizer, step, lambda: self._parameters, self.engine)
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -400,16 +411,18 @@ class MeshStrategy(Strategy):
         # The data axes are outermost: they gather parameters before a transform's part of the step computes.
         for transform in self._transforms:
             method = transform.bind(method)
-        call = self._data_axes.bind(method, several)
+        call = self._data_strategy.bind(method, several)
         if not self._equal_rng_groups:
             return call
         return with_equal_rng(call, self._equal_rng_groups, self.device)
 
     def bind_evaluation(self, method: StepMethod, whole: bool = False) -> StepMethod:
         """Bind an evaluation step. ``whole``: batches are not split along the sequence."""
+        # In two passes, because training has a context around the whole window (`Transform.computing`), which a single
+        # evaluation step lacks: `Transform.bind_evaluation` opens it around the data axes, `bind` works inside them.
         for transform in self._transforms:
             method = transform.bind(method)
-        step = self._data_axes.bind_evaluation(method)
+        step = self._data_strategy.bind_evaluation(method)
         for transform in self._transforms:
             step = transform.bind_evaluation(step, whole)
         return step
@@ -418,7 +431,7 @@ class MeshStrategy(Strategy):
         self, backward: Callable[..., None] | None
     ) -> Callable[..., None] | None:
         """Bind backward to the data axes."""
-        return self._data_axes.bind_backward(backward)
+        return self._data_strategy.bind_backward(backward)
 
     def forward_backward(self, micro: MicroSteps) -> None:
         """Run a window on the data axes; after the first one, the transforms check its gradients."""
@@ -427,7 +440,7 @@ class MeshStrategy(Strategy):
                 stack.enter_context(
                     transform.computing(first=not self._first_window_done)
                 )
-            self._data_axes.forward_backward(micro)
+            self._data_strategy.forward_backward(micro)
         self._complete_window()
 
     def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
@@ -436,7 +449,7 @@ class MeshStrategy(Strategy):
         return local_gradients(optimizer)
 
     def _complete_window(self) -> None:
-        complete_gradients(self._summed_parameters)
+        sum_partial_gradients(self._summed_parameters)
         # Checked once: a check exchanges all gradients.
         if self._first_window_done:
             return
@@ -447,7 +460,7 @@ class MeshStrategy(Strategy):
 
     def arm(self, loss: Tensor) -> None:
         """Prepare the data axes for the backward of ``loss``."""
-        self._data_axes.arm(loss)
+        self._data_strategy.arm(loss)
 
     def clip_gradients(
         self,
@@ -458,7 +471,7 @@ class MeshStrategy(Strategy):
     ) -> Tensor | None:
         """Clip by norm or by value; the norm is over all shards."""
         # Manual optimization clips before a window ends.
-        complete_gradients(self._summed_parameters)
+        sum_partial_gradients(self._summed_parameters)
         if self.pipeline is None:
             return clip_sharded_gradients(parameters, value, algorithm, norm_type)
         # The norm is over all stages, and counts a parameter that several stages share once.
@@ -471,21 +484,21 @@ class MeshStrategy(Strategy):
 
     def held_elsewhere(self, module: nn.Module) -> Collection[str]:
         """The names in the state that only other stages have."""
-        return self._data_axes.held_elsewhere(module)
+        return self._data_strategy.held_elsewhere(module)
 
     def names_on_all_ranks(self) -> Sequence[str] | None:
         """The names of all stages."""
-        return self._data_axes.names_on_all_ranks()
+        return self._data_strategy.names_on_all_ranks()
 
     def shared_names(self, module: nn.Module) -> Mapping[str, str]:
         """The names of parameters that another stage has under another name."""
-        return self._data_axes.shared_names(module)
+        return self._data_strategy.shared_names(module)
 
     def load_module_state(
         self, module: nn.Module, state: SavedState, strict: bool
     ) -> None:
         """Load a state of whole tensors or of shards."""
-        self._data_axes.load_module_state(module, state, strict)
+        self._data_strategy.load_module_state(module, state, strict)
 
     def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
         """A context in which every rank has the running statistics of rank 0, as checkpoints do."""

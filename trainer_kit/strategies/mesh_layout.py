@@ -198,7 +198,7 @@ class MeshGroups:
             loss_axes.append("cp")
             self.losses = self._group_over(loss_axes)
         self.data_mesh = data_mesh(self.mesh)
-        # The stages come last: `StagedStrategy` leaves them out where each draws its own random numbers.
+        # `StagedStrategy` leaves the stages out where each draws its own random numbers.
         model_axes = [axis for axis in ("tp", "cp", "pp") if sizes[axis] > 1]
         self.same = {axis: self._group_along(axis) for axis in model_axes}
         # Also where it has one rank: groups are created by all processes, in the same order.

@@ -203,10 +203,11 @@ class StagedStrategy(Strategy):
     def forward_backward(self, micro: MicroSteps) -> None:
         """Run a window as one schedule; then average the gradients that FSDP2 does not reduce."""
         # Hooks may have drawn random numbers on one rank only.
-        groups = list(self.groups.same.values())
+        groups = dict(self.groups.same)
+        # Within an epoch the stages draw from their own seeds.
         if self._has_run_window and micro.first != 0:
-            groups.pop()  # the stages, which draw from their own seeds within an epoch
-        agree_on_rng(groups, self.pipeline.device)
+            del groups["pp"]
+        agree_on_rng(list(groups.values()), self.pipeline.device)
         self._has_run_window = True
         # An error in the middle of a schedule leaves units whose reduction is deferred.
         try:
@@ -215,9 +216,9 @@ class StagedStrategy(Strategy):
             for unit in self._units:
                 reset_unit(unit)
             raise
-        self._complete_gradients()
+        self._reduce_remaining_gradients()
 
-    def _complete_gradients(self) -> None:
+    def _reduce_remaining_gradients(self) -> None:
         """Average the gradients that FSDP2 does not reduce; an overflow on one stage skips the step on all stages."""
         loose = self.pipeline.loose
         # Before the overflow is spread: an average with a rank that overflowed is not finite either.

@@ -49,9 +49,9 @@ from trainer_kit.strategies.state import refuse_unshardable, step_by_kind
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.tensor import (
     check_replicated_gradients,
-    complete_gradients,
     find_replicated,
     gather_outputs,
+    sum_partial_gradients,
 )
 
 __all__ = ["ModelParallelStrategy"]
@@ -389,7 +389,7 @@ class ModelParallelStrategy(Strategy):
         return local_gradients(optimizer)
 
     def _complete_window(self) -> None:
-        complete_gradients(self._summed_parameters)
+        sum_partial_gradients(self._summed_parameters)
         if self._first_window_done:
             return
         # Checked once: a check exchanges all gradients.
@@ -408,7 +408,7 @@ class ModelParallelStrategy(Strategy):
     ) -> Tensor | None:
         """Clip by norm or by value, over the shards of all ranks."""
         # Manual optimization clips before a window ends.
-        complete_gradients(self._summed_parameters)
+        sum_partial_gradients(self._summed_parameters)
         return clip_sharded_gradients(parameters, value, algorithm, norm_type)
 
     def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:

@@ -37,13 +37,13 @@ from trainer_kit.strategies.transforms.transform import Transform
 __all__ = [
     "TensorParallel",
     "check_replicated_gradients",
-    "complete_gradients",
     "find_plans",
     "find_replicated",
     "gather_outputs",
     "named_style",
     "preset",
     "return_copies",
+    "sum_partial_gradients",
 ]
 
 
@@ -319,7 +319,7 @@ def find_replicated(module: nn.Module) -> list[nn.Parameter]:
     ]
 
 
-def complete_gradients(parameters: Iterable[nn.Parameter]) -> None:
+def sum_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Sum partial gradients over the ranks: of replicated parameters that are applied to a part of the activations."""
     for parameter in parameters:
         gradient = parameter.grad
