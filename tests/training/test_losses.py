@@ -29,24 +29,24 @@ def tensors(*losses):
 
 @pytest.mark.parametrize("losses", [[1.0, INF, NAN], tensors(1.0, INF, NAN)])
 def test_the_first_bad_loss_is_named_with_its_step_and_batch(losses):
-    assert log(*losses).first_bad() == (2, 20, INF)
+    assert log(*losses).take_first_bad() == (2, 20, INF)
 
 
 @pytest.mark.parametrize("losses", [[1.0, 2.0], tensors(1.0, 2.0), []])
 def test_finite_losses_are_fine(losses):
-    assert log(*losses).first_bad() is None
+    assert log(*losses).take_first_bad() is None
 
 
 @pytest.mark.parametrize("make", [list, lambda losses: tensors(*losses)])
 def test_scaled_losses_are_bad_only_if_none_is_finite(make):
-    assert log(*make([INF, 1.0]), scaled=True).first_bad() is None
-    assert log(*make([INF, INF]), scaled=True).first_bad() == (1, 10, INF)
+    assert log(*make([INF, 1.0]), scaled=True).take_first_bad() is None
+    assert log(*make([INF, INF]), scaled=True).take_first_bad() == (1, 10, INF)
 
 
 def test_a_look_drops_what_it_has_read():
     losses = log(NAN)
-    assert losses.first_bad() is not None
-    assert losses.first_bad() is None
+    assert losses.take_first_bad() is not None
+    assert losses.take_first_bad() is None
     assert losses.has_returned_a_loss
 
 

@@ -42,7 +42,7 @@ def run(plan, batches=10, epochs=2, window=1, skip=True):
             progress.samples += 4 * taken
             progress.step += 1
             if not skip or progress.step >= due:
-                if plan.validation_due(progress):
+                if plan.take_due_validation(progress):
                     validations.append((progress.epoch, progress.epoch_batch))
                 due = plan.due(progress, window)
         if plan.validates_at_epoch_end(progress):
@@ -101,17 +101,19 @@ def test_a_resumed_run_over_epoch_borders_does_not_repeat_a_validation():
     plan.mark_checked(progress)
     plan.start_epoch(progress)
     progress.batch, progress.step, progress.epoch_batch = 55, 55, 5
-    assert not plan.validation_due(progress)
+    assert not plan.take_due_validation(progress)
     progress.batch, progress.step, progress.epoch_batch = 60, 60, 10
-    assert plan.validation_due(progress)
-    assert not plan.validation_due(progress)
+    assert plan.take_due_validation(progress)
+    assert not plan.take_due_validation(progress)
 
 
 def test_a_run_resumed_in_the_middle_of_an_epoch_does_not_repeat_a_validation():
     plan = schedule(validate_every=Duration(2, "ba"))
     plan.start_epoch(Progress(epoch=1, batch=15, step=15, epoch_batch=5))
-    assert not plan.validation_due(Progress(epoch=1, batch=15, step=15, epoch_batch=5))
-    assert plan.validation_due(Progress(epoch=1, batch=16, step=16, epoch_batch=6))
+    assert not plan.take_due_validation(
+        Progress(epoch=1, batch=15, step=15, epoch_batch=5)
+    )
+    assert plan.take_due_validation(Progress(epoch=1, batch=16, step=16, epoch_batch=6))
 
 
 @pytest.mark.parametrize(

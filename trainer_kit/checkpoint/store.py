@@ -1,7 +1,8 @@
 """A directory of checkpoints: list them, name them ``last`` and ``best``, and set damaged ones aside.
 
-Which checkpoint is the newest is decided by `commit_order`, from the number that each manifest got at its commit. The
-index (``index.json``) only gives names: a resume tries its ``last`` first, where it is sound (`candidates`). The index
+The order of checkpoints is `commit_order`: by the number that each manifest got at its commit, or by the time of the
+directory where the manifest cannot be read. The index (``index.json``) only gives names: a resume tries its ``last``
+first (`candidates`), and takes the first sound one (`newest_verified`), which need not be the newest commit. The index
 can be lost at any time: without it the newest commit is ``last``.
 """
 
@@ -407,6 +408,8 @@ def newest_verified(
     resumable_first: bool = False,
 ) -> tuple[Location | None, list[tuple[Location, CheckpointError]]]:
     """Return the first of `candidates` that verifies, or None, and the damaged ones before it.
+
+    That is the index's ``last`` if it is sound, also where another checkpoint was committed after it.
 
     Args:
         directory: of checkpoints.

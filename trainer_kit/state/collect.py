@@ -1,4 +1,43 @@
-"""Collects the whole state of a run into one dict for a checkpoint, and restores it, in a fixed order."""
+"""Collects the whole state of a run into one dict for a checkpoint, and restores it, in a fixed order.
+
+The keys of a state, what adds each, and what reads it: functions of this module where none is named. A state of
+weights alone has the keys of `module_state` only.
+
+============================ ============================= ======================================================
+key                          written by                    read by
+============================ ============================= ======================================================
+``state_dict`` (``model``)   `module_state`                `_restore_weights`
+``hyper_parameters``         `module_state`                ``load_from_checkpoint``
+``hparams_name``             `module_state`                ``load_from_checkpoint``
+``epoch``, ``global_step``   `module_state`                other programs: they are Lightning's names
+``optimizer_states``         `_training_state`             `_restore_steps`; without it only weights are restored
+``replica-N``                `_divergent_rank_state`       `restore` on rank N, in place of the shared parts
+``precision``, ``progress``  `_training_state`             `_restore_steps`
+``trainable``                `_training_state`             `_restore_training`: which parameters require gradients
+``inside_step``              `_training_state`             `_restore_rank_state`: says that a step runs again
+``owes_validation``          `_training_state`             `Settler.continue_from`
+``waiting_schedulers``       `_training_state`             `restore`
+``seed``                     `_training_state`             `RunFiles.continue_seed`
+``stop``                     `_training_state`             `restore`
+``stride``, ``data``         `_training_state`             `_restore_loaders`
+``loggers``                  `Fit.about`                   `RunFiles.continue_logging`
+``configuration``            `Fit.about`                   programs that show a run; a resume does not
+``lr_schedulers``            `_user_state`                 `_restore_steps`
+``callbacks``                `_user_state`                 `_restore_user_state`
+``datamodule``               `_user_state`                 `_restore_user_state`
+``datamodule_...``           `_user_state`                 ``DataModule.load_from_checkpoint``
+``rng``, ``data_ranks``      `_add_user_state`             `describe_rank_change`, `_restore_rank_state`
+``loaders``                  `_add_user_state`             `_restore_loaders`
+``metrics``, ``buffers``     `_add_user_state`             `_restore_rank_state`
+``current_model_state``      ``callbacks.WeightAveraging`` `_restore_weights`: the weights that are trained, where
+                                                           ``state_dict`` has their averages
+other keys                   ``on_save_checkpoint``        ``on_load_checkpoint``
+============================ ============================= ======================================================
+
+A checkpoint names the part ``state_dict`` ``model`` (`state.saving`, `state.resume`). An engine with
+``Strategy.per_rank_state`` has other weights on each rank; inside ``Strategy.own_state`` it returns this rank's, which
+become ``replica-N``, and outside of it those that all ranks share.
+"""
 
 from __future__ import annotations
 
@@ -367,7 +406,7 @@ def restore(
     run.schedule.mark_checked(run.progress)
     # A signal may have arrived while the state was read: it counts more than the saved request.
     run.requests.restore_stop(run.requests.stop or state.get("stop"))
-    run.stepper.wait(
+    run.stepper.set_waiting(
         configured.schedulers[index] for index in state.get("waiting_schedulers", ())
     )
 

@@ -3,10 +3,12 @@
 Which checkpoint is the newest is decided in three stages, all on rank 0:
 
 1. The directories: of the continued run by its record, and of the checkpoint callbacks, else of the run itself.
-2. In each directory the first sound one of `candidates`: its index's ``last``, then the others by order of commit.
+2. In each directory the first sound one of `candidates` (`newest_verified`): its index's ``last``, then the others by
+   order of commit. The index's ``last`` is usually the newest commit, and counts also where it is not.
 3. Among those of several directories the one that was committed last (`commit_order`).
 
-Neither names, steps nor times of files take part, except for checkpoints of versions that had no commit numbers.
+Neither names, steps nor times of files take part, with two exceptions: checkpoints of versions that had no commit
+numbers, and those whose manifest cannot be read, which the time of their directory places among the others.
 """
 
 from __future__ import annotations

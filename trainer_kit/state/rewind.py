@@ -262,7 +262,7 @@ class Guard:
     def _check_step(self, run: Fit) -> None:
         """Before an optimizer steps: look at the loss and at the gradients of every rank."""
         world, step = run.strategy.world, run.progress.step + 1
-        bad_loss = run.runner.losses.first_bad()
+        bad_loss = run.runner.losses.take_first_bad()
         bad_weights = [
             name for name, p in run.module.named_parameters() if not are_finite([p])
         ]

@@ -313,7 +313,7 @@ class RunFiles:
         if self.seed is None:
             self.data_seed = state.get("seed", self.data_seed)
 
-    def agree(self, world: Group, fits: bool, keeps_seed: bool) -> None:
+    def agree_on_run(self, world: Group, fits: bool, keeps_seed: bool) -> None:
         """Choose the run on rank 0, send its directory and seed to every rank, open the journal. Every rank calls it.
 
         Args:
@@ -325,7 +325,7 @@ class RunFiles:
             self.read_seed()
         if fits or self._directory is None:
             # An evaluation before a fit writes into the directory of that fit.
-            record, continued = on_rank_zero(world, self.choose)
+            record, continued = on_rank_zero(world, self.choose_run)
             self.record = record if fits else None
             self.continued = continued if fits else None
             if self.records and world.rank == 0:
@@ -369,7 +369,7 @@ class RunFiles:
         self.journal = journal
         self.deliveries.open(self.loggers, journal)
 
-    def choose(self) -> tuple[RunRecord | None, RunRecord | None]:
+    def choose_run(self) -> tuple[RunRecord | None, RunRecord | None]:
         """The record of the next fit, and that of the run that it continues, if any: then the loggers continue there.
 
         A restart continues what it restarts; ``resume="auto"`` the newest unfinished run of the same key. A finished

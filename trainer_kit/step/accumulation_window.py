@@ -471,6 +471,8 @@ class WindowLoader:
 
     def _measure_window(self, sizes: Sequence[float], weights: Sequence[float]) -> None:
         """Set the length of the window from its first micro-batch; every rank calls it."""
+        # It returns no length: it is the user's function of `set_accumulation`, and sets the length there, as it may at
+        # any other time. Taken first, because that call replaces it.
         measure, self._measure = self._measure, None
         assert measure is not None
         # Over all ranks, so that all of them compute the same length: windows have as many micro-batches everywhere.

@@ -42,8 +42,8 @@ class LossLog(list[tuple[Tensor | float, int, int]]):
         """Drop the losses of a run of a window that does not count."""
         del self[count:]
 
-    def first_bad(self) -> tuple[int, int, float] | None:
-        """The first NaN or infinity among the losses since the last call: its step, batch number and value.
+    def take_first_bad(self) -> tuple[int, int, float] | None:
+        """Drop the losses; return step, batch number and value of the first NaN or infinity among them, if any.
 
         With scaling an overflowed step is skipped, not wrong: None if any of the losses was finite. A sync point.
         """

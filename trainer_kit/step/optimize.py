@@ -7,7 +7,14 @@ last optimizer. Schedulers come later still:
 - ``due``: those that count steps. The loop advances them after it has counted the step, so hooks of the batch's end see
   the new learning rate.
 - ``waiting``: those that count steps and monitor a value. The step's validation, or that of the epoch, comes first.
-- Those that count epochs advance in ``end_epoch``.
+- Those that count epochs advance in ``end_epoch``, when the epoch is counted.
+
+The calls of ``advance_due`` and ``end_epoch`` stand in one place each. Those in ``waiting`` advance at the first of:
+
+- the end of their step (`Settler.settle_step`), after its validation, unless that of the epoch may still follow;
+- before the next window (`training.fit`), where a step of an epoch of unknown length was not the last one;
+- the end of the epoch (`Settler.settle_epoch`), after its validation and its hooks;
+- a resume (`Settler.settle_resume`), after the validation that the checkpoint owed.
 
 Gradients stay until the first backward of the next window. Whether there is a step is the same on every rank: a step
 may run collectives. A window that exists on all ranks needs no exchange for this, because ``training_step`` returns
@@ -166,8 +173,8 @@ class Stepper:
             by_loss=self.by_loss,
             droppable=droppable,
             drop=self.zero,
-            repeats=self.evaluates,
-            draws=self.draws,
+            repeats=self.repeats,
+            same_random=self.same_random,
         )
 
     def replace(self, optimizers: list[Optimizer]) -> int:
@@ -317,7 +324,7 @@ class Stepper:
         clip = next(clip for stepping, clip, _ in self._runs if stepping is optimizer)
         # Metric objects count a batch once, however often it runs.
         undo_metrics = remember_metrics([self.module])
-        with self.window.again() as repeated:
+        with self.window.repeated() as repeated:
             self.strategy.forward_backward(repeated)
             # Hooks and clipping as before the step itself: both may change gradients.
             for hook in self.bus.on_before_optimizer_step:
@@ -329,12 +336,12 @@ class Stepper:
             parameter.grad = gradient
 
     @property
-    def evaluates(self) -> bool:
+    def repeats(self) -> bool:
         """Whether any optimizer may run a window again."""
-        return self._overrides_step or self.draws
+        return self._overrides_step or self.same_random
 
     @property
-    def draws(self) -> bool:
+    def same_random(self) -> bool:
         """Whether an optimizer runs a window again itself, with the random numbers of the first run."""
         return any(map(self._takes_closure, self.configured.optimizers))
 
@@ -406,7 +413,7 @@ class Stepper:
         for config in due:
             self.advance(config)
 
-    def wait(self, configs: Iterable[LRSchedulerConfig]) -> None:
+    def set_waiting(self, configs: Iterable[LRSchedulerConfig]) -> None:
         """Set the schedulers that wait for the values of the last step, in a run that resumes behind it."""
         self.waiting = list(configs)
 
@@ -556,8 +563,8 @@ class ManualStepper:
     """
 
     # The loop asks these of either stepper. The user's code steps optimizers and schedulers, so all of them are empty.
-    evaluates = False
-    draws = False
+    repeats = False
+    same_random = False
     by_loss = None
     due: Sequence[LRSchedulerConfig] = ()
     waiting: Sequence[LRSchedulerConfig] = ()
@@ -616,7 +623,7 @@ class ManualStepper:
     def advance_due(self) -> None:
         """The user advances schedulers."""
 
-    def wait(self, configs: Iterable[LRSchedulerConfig]) -> None:
+    def set_waiting(self, configs: Iterable[LRSchedulerConfig]) -> None:
         """The user advances schedulers."""
 
     def advance_waiting(self) -> None:

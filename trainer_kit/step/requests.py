@@ -162,15 +162,16 @@ class Requests:
         return any(request is None for _, request in self.checkpoints)
 
     @property
-    def pending(self) -> list[float]:
+    def pending(self) -> dict[str, float]:
         """For a vote: stop, validation, the signal's number, checkpoints without a path, checkpoints with one."""
-        return [
-            float(self.stop is not None),
-            float(self.validation is not None),
-            self.signal,
-            sum(request is None for _, request in self.checkpoints),
-            sum(request is not None for _, request in self.checkpoints),
-        ]
+        named = [request for _, request in self.checkpoints if request is not None]
+        return {
+            "stop": self.stop is not None,
+            "validation": self.validation is not None,
+            "signal": self.signal,
+            "unnamed": len(self.checkpoints) - len(named),
+            "named": len(named),
+        }
 
 
 def _no_wake() -> None:

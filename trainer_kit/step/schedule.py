@@ -52,6 +52,12 @@ def check_tokens(argument: str, length: object, module: object) -> None:
 class Interval:
     """What is called between two steps, each time an interval is complete.
 
+    In steps and batches the loop looks at the step that completes it. In samples, tokens and seconds that step is not
+    known beforehand: ``act`` is then called at the next step at which the loop settles for another reason. One process
+    settles where logged values are flushed, several ranks also where they agree or look at signals together (about once
+    a second). The delay is accepted, because a look in each step would cost every step something. Delays do not add up:
+    `next_end` follows from the counts, not from the last call.
+
     Attributes:
         every: in a unit that `Progress` counts.
         act: what is called.
@@ -205,15 +211,15 @@ class Schedule:
         )
         return int(position // self.validate_every.value)
 
-    def validation_due(self, progress: Progress) -> bool:
-        """Whether an interval was completed since this was last true; at the first end of a window at or after."""
+    def take_due_validation(self, progress: Progress) -> bool:
+        """Whether validation runs at this step; its interval then counts as checked, so the next call is False."""
         if not self.owes_validation(progress):
             return False
         self.mark_checked(progress)
         return True
 
     def owes_validation(self, progress: Progress) -> bool:
-        """Whether `validation_due` will be true; does not change the schedule."""
+        """Whether an interval of validation was completed since the last one that was taken; changes nothing."""
         if (
             not self.validates
             or self.validate_every is None

@@ -245,7 +245,7 @@ class ReplayedSteps:
         return_to_end, noted_losses = self._remember(), len(losses)
         # The second run must see the same weights, buffers and random numbers.
         return_to_start()
-        with window.again() as repeated:
+        with window.repeated() as repeated:
             self._run(repeated)
         # Losses are noted for the repeated run, too, and it has drawn: the fit goes on from the end of the first run.
         losses.drop_after(noted_losses)

@@ -63,14 +63,14 @@ class GradientRules:
         droppable: the parameters whose gradients are dropped before the first backward; empty: ``drop`` is called.
         drop: drops the gradients of the window before; gets the index of the batch that runs.
         repeats: whether an optimizer may run a window again.
-        draws: whether it then needs the random numbers of the first run.
+        same_random: whether the repetition needs the random numbers of the first run.
     """
 
     by_loss: Mapping[str, list[nn.Parameter]] | None = None
     droppable: list[nn.Parameter] = field(default_factory=list)
     drop: Callable[[int], None] = lambda index: None
     repeats: bool = False
-    draws: bool = False
+    same_random: bool = False
 
 
 @final
@@ -131,8 +131,8 @@ class WindowRunner:
         self.losses = LossLog(scaled=precision.scales)
         self.skipped = 0
         self.padded = 0
-        self.remembers = gradients.repeats
-        self.draws = gradients.draws
+        self.repeats = gradients.repeats
+        self.same_random = gradients.same_random
         # The first loss of a run is always checked: its shape and its graph are those of all later ones.
         self.unusual = True
         # In these runs a step may return something else than one loss, or its loss needs more than its factor.
@@ -193,7 +193,7 @@ class WindowRunner:
         self.bus = self.bus.silent("on_before_backward", "on_after_backward")
         self.progress = Progress()
         self.agree_on_exit = None
-        self.draws = False
+        self.same_random = False
 
     def remember_counts(self) -> Callable[[], None]:
         """Return a function that forgets what was counted from here on."""
@@ -219,6 +219,24 @@ class WindowRunner:
 class Window(_Record):
     """The micro-batches of one optimizer step: loaded by `WindowLoader`, run by a strategy as `MicroSteps`.
 
+    What changes in its life:
+
+    ===================== =================== ========================= =============== =================
+    when                  ``batch``           ``index``                 ``earlier``     ``started``
+    ===================== =================== ========================= =============== =================
+    before the epoch      of the last epoch   -1                        of last epoch   -1
+    loaded, not begun     of the last window  of the last window        carried over    completed steps
+    `begin`, has a batch  the new one         its number in the epoch   unchanged       unchanged
+    `begin`, has none     None                unchanged                 the last batch  unchanged
+    after its step        of the last `begin` of the last `begin`       unchanged       now one too small
+    left out (`skip`)     None                of the last window        unchanged       unchanged
+    abandoned             unchanged           unchanged                 unchanged       -1
+    ===================== =================== ========================= =============== =================
+
+    ``batch`` and ``earlier`` are carried over where this rank may need a padding batch, else they are None until
+    `begin`. The window is open while ``started`` equals the count of steps: a state taken then takes back what it has
+    counted.
+
     Attributes:
         runner: what it runs with.
         batches: one a micro-batch; None where this rank has none.
@@ -234,7 +252,7 @@ class Window(_Record):
         loss: a copy of the last one, read where that is not a sync point.
         earlier: the last batch before those that this rank does not have.
         contributed: whether any micro-batch of the window added a gradient.
-        fresh: whether the gradients of the previous window are still there.
+        has_old_gradients: whether the gradients of the previous window are still there.
         weighted_losses: each with the name of its optimizer; None where no optimizer runs a window again.
         random_state: of the first run, where a second one draws the same numbers.
     """
@@ -255,7 +273,7 @@ class Window(_Record):
     loss: Tensor | float | None = None
     earlier: _Batch = None
     contributed: bool = False
-    fresh: bool = True
+    has_old_gradients: bool = True
     weighted_losses: list[tuple[str | None, Tensor]] | None = None
     random_state: dict[str, Any] | None = None
 
@@ -267,9 +285,9 @@ class Window(_Record):
         """Move the batch to the device and call ``on_train_batch_start``."""
         runner, batch = self.runner, self.batches[index]
         # An optimizer that runs the window again asks for its loss, and may need the same dropout.
-        if runner.remembers and index == 0:
+        if runner.repeats and index == 0:
             self.weighted_losses = []
-            if runner.draws:
+            if runner.same_random:
                 self.random_state = rng_state(_device_of(batch))
         # The data of another rank end later.
         if batch is None:
@@ -419,8 +437,8 @@ class Window(_Record):
         """Backward; drops the gradients of the previous window first."""
         runner = self.runner
         # Dropped this late, gradients of the last step can be read by hooks until the next backward.
-        if self.fresh:
-            self.fresh = False
+        if self.has_old_gradients:
+            self.has_old_gradients = False
             # Here and not by `drop`: a loop over the parameters is a Python call less in every step.
             if runner.gradients.droppable:
                 for parameter in runner.gradients.droppable:
@@ -466,8 +484,8 @@ class Window(_Record):
         """Drop the gradients of the previous window, once."""
         # Also where this rank adds none: if another rank does, all of them step, and the gradients of the window before
         # would be applied again.
-        if self.fresh:
-            self.fresh = False
+        if self.has_old_gradients:
+            self.has_old_gradients = False
             self.runner.gradients.drop(self.index)
 
     def window_loss(self, name: str | None) -> Tensor | None:
@@ -482,7 +500,7 @@ class Window(_Record):
         return torch.stack(losses).sum()
 
     @contextmanager
-    def again(self) -> Iterator[Window]:
+    def repeated(self) -> Iterator[Window]:
         """Yield a copy of this window, which a strategy runs once more.
 
         Only hooks of gradients are called, nothing is logged or counted. Where the rules of gradients say so, random
@@ -592,7 +610,7 @@ class Window(_Record):
             self.loss = loss
             self.earlier = earlier
             # The gradients that are there now are those of the attempt: the next backward drops them.
-            self.fresh = True
+            self.has_old_gradients = True
 
         return forget
 

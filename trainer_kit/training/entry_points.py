@@ -233,7 +233,7 @@ class EntryPoint:
             trainer.metrics.forget(suspended=False)
         # The seed is read when a fit begins; an evaluation reads one only before the first fit.
         keeps_seed = trainer.run is not None and (stage != "fit" or trainer.continues)
-        trainer.files.agree(trainer.strategy.world, stage == "fit", keeps_seed)
+        trainer.files.agree_on_run(trainer.strategy.world, stage == "fit", keeps_seed)
         trainer.show_datamodule(self.datamodule)
         module.trainer = trainer
         if self.datamodule is not None:

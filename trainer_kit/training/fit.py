@@ -47,9 +47,10 @@ def fit(
             with _repeated_hooks(run, progress.epoch_batch > 0):
                 for hook in bus.on_train_epoch_start:
                     hook()
-            completed = not settler.settle_resume()
+            enters_epoch = not settler.settle_resume()
+            is_complete = enters_epoch
             try:
-                for window in windows.epoch(progress) if completed else ():
+                for window in windows.epoch(progress) if enters_epoch else ():
                     # The last step did not end an epoch of unknown length.
                     if stepper.waiting:
                         stepper.advance_waiting()
@@ -67,12 +68,12 @@ def fit(
                     for hook in bus.on_train_step_end:
                         hook()
                     if progress.step >= settler.due and settler.settle_step():
-                        completed = settler.epoch_is_over()
+                        is_complete = settler.find_epoch_end()
                         break
             # A hook has left the epoch before its batch was trained on; the epoch counts as complete.
             except EarlyEpochExit:
                 windows.window.abandon()
-            continues = settler.settle_epoch(completed)
+            continues = settler.settle_epoch(is_complete)
         # Around the epoch, because its end may find a bad loss, too. The loop continues from an earlier state.
         except Rewind:
             settler.settle_rewind()

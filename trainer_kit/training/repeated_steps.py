@@ -48,7 +48,7 @@ def compose_forward_backward(
     without_exchange = strategy.without_exchange()
     if replaying is not None:
         # The window that is compared must be one forward and backward, which the loop alone runs.
-        if runner.manual or stepper.evaluates or splitting is not None:
+        if runner.manual or stepper.repeats or splitting is not None:
             raise ConfigurationError(
                 "ReplayCheck cannot repeat a step of this run",
                 found="manual optimization, an optimizer that evaluates the loss several times, or AutoMicroBatch",
@@ -95,7 +95,7 @@ def _obstacle_to_splitting(
     # The user's step has called backward, and perhaps stepped, before the ranks could agree that it is repeated.
     if runner.manual:
         return "manual optimization"
-    if stepper.evaluates or stepper.by_loss is not None:
+    if stepper.repeats or stepper.by_loss is not None:
         return "an optimizer that evaluates the loss several times, or several losses"
     if strategy.without_exchange() is None:
         return strategy.describe()

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, final
 
 from trainer_kit.core.display import plural
@@ -177,7 +177,7 @@ class Settler:
         self._clock.start()
         # Requests made between the epochs are settled after the first step.
         self.due = self._next_due()
-        if any(self.run.requests.pending):
+        if any(self.run.requests.pending.values()):
             self.wake()
         if self.guard is not None:
             self.guard.hold(self.run, self.owes_validation)
@@ -215,7 +215,9 @@ class Settler:
             self._exchange_signals()
         self._flush_step(agrees)
         is_requested = agrees and run.requests.validation is not None
-        if schedule.validation_due(progress) or (is_requested and run.validation.feeds):
+        if schedule.take_due_validation(progress) or (
+            is_requested and run.validation.feeds
+        ):
             self._validate()
             # Hooks of the validation may request a stop or a checkpoint of this very step.
             self._exchange_requests()
@@ -251,8 +253,11 @@ class Settler:
             self._leave_on_signal()
         return leaves
 
-    def epoch_is_over(self) -> bool:
-        """Whether the epoch that is left after this step has no batch left."""
+    def find_epoch_end(self) -> bool:
+        """Whether the epoch that is left after this step has no batch left.
+
+        Every rank must call it: in an epoch of unknown length it reads one more batch, and the ranks agree.
+        """
         run = self.run
         if not run.schedule.epoch_is_over(run.progress):
             return False
@@ -343,7 +348,7 @@ class Settler:
         if run.precision.scales and step - published < _MAX_OVERFLOWS:
             return
         self._checked_until = step
-        rows = [list(run.runner.losses.first_bad() or _ALL_FINITE)]
+        rows = [list(run.runner.losses.take_first_bad() or _ALL_FINITE)]
         if world.size > 1:
             rows = world.agree(rows[0])
         first = min(rows)
@@ -511,7 +516,13 @@ class Settler:
     # -- agreement of ranks --------------------------------------------------------------------------------------
 
     def _exchange_requests(self) -> None:
-        """Exchange requests and elapsed time, so that every rank has the requests of all and the same time."""
+        """Let every rank know what the others know. Every rank must call it at the same step.
+
+        The ranks agree on the requests of all of them, on a signal, on the elapsed time (the slowest rank's), and on
+        the step of the next look at signals (rank 0's). They check that all of them skipped as many steps, and
+        requested as many checkpoints with a path. A save that has ended on any of them is settled; one process does
+        that alone.
+        """
         run = self.run
         world, requests = run.strategy.world, run.requests
         runner = run.runner
@@ -520,37 +531,36 @@ class Settler:
                 settle_save(run)
             return
         # One exchange carries everything that ranks must know of each other, so that a step pays for one at most.
-        rows = world.agree(
-            [
-                *requests.pending,
-                runner.skipped,
-                runner.padded,
-                run.saver.ended,
-                self._clock.uncounted,
-                self._steps_until_look(),
-            ]
-        )
-        columns = [list(column) for column in zip(*rows, strict=True)]
-        stops, validations, signals, unnamed, named = columns[:5]
-        skipped, padded, ended, seconds, looks = columns[5:]
-        self._exchanges_signals_at = run.progress.step + int(looks[0])
+        row = {
+            **requests.pending,
+            "skipped": runner.skipped,
+            "padded": runner.padded,
+            "save_ended": run.saver.ended,
+            "seconds": self._clock.uncounted,
+            "steps_until_look": self._steps_until_look(),
+        }
+        rows = world.agree(list(row.values()))
+        # By name, the numbers of all ranks.
+        columns = dict(zip(row, zip(*rows, strict=True), strict=True))
+        next_look = int(columns["steps_until_look"][0])
+        self._exchanges_signals_at = run.progress.step + next_look
         # The slowest rank counts, so that a limit in time ends all ranks at this step.
-        self._clock.count(max(seconds))
-        _check_skipped(skipped, padded)
+        self._clock.count(max(columns["seconds"]))
+        _check_skipped(columns["skipped"], columns["padded"])
         # Signals that arrive after this wait for the next agreement.
-        requests.leave_on(int(max(signals)))
-        if any(stops) or any(validations):
+        requests.leave_on(int(max(columns["signal"])))
+        if any(columns["stop"]) or any(columns["validation"]):
             # A second exchange, for text of any length, only where there is a request. Of several ranks the reason of
             # the first one counts, so that logs and reports of all ranks name the same.
             reasons = world.all_gather_object((requests.stop, requests.validation))
             stop = next((reason for reason, _ in reasons if reason), None)
             validation = next((reason for _, reason in reasons if reason), None)
             requests.take_of_all_ranks(stop, validation)
-        if any(ended):
+        if any(columns["save_ended"]):
             settle_save(run)
         # Every rank takes part in a save, also those that did not request it.
-        check_named_requests(named)
-        if any(unnamed) and not requests.unnamed:
+        check_named_requests(columns["named"])
+        if any(columns["unnamed"]) and not requests.unnamed:
             requests.checkpoints.append(("requested by another rank", None))
 
     def _exchange_signals(self) -> None:
@@ -629,10 +639,20 @@ class Settler:
         return outcome
 
 
-def _check_skipped(skipped: list[float], padded: list[float]) -> None:
-    """Raise `RankError` if only some ranks skipped a step; a rank that ran a padding batch may count it as skipped."""
-    most_that_all_may_have = min(map(sum, zip(skipped, padded, strict=True)))
-    if max(skipped) <= most_that_all_may_have:
+def _check_skipped(skipped: Sequence[float], padded: Sequence[float]) -> None:
+    """Raise `RankError` if a rank skipped more steps than another one can have skipped.
+
+    A rank that lacked a micro-batch does not know whether the others skipped it: each one that it lacked may be one.
+
+    Args:
+        skipped: of each rank, how often ``training_step`` returned None.
+        padded: of each rank, how many micro-batches it did not have.
+    """
+    possible = [
+        skipped_steps + unknown_steps
+        for skipped_steps, unknown_steps in zip(skipped, padded, strict=True)
+    ]
+    if max(skipped) <= min(possible):
         return
     raise RankError(
         "training_step returned None on some ranks only",
