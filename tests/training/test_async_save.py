@@ -439,7 +439,7 @@ def fit_with_failures(directory):
         ),
         (
             RunFiles,
-            "choose",
+            "choose_run",
             ValueError("of a logger"),
             RankError("rank 0: ValueError: of a logger"),
         ),
