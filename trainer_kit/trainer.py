@@ -47,6 +47,7 @@ from trainer_kit.options.fp8 import launched_precision
 from trainer_kit.precision.precision import Precision
 from trainer_kit.report.trainer_report import TrainerReport
 from trainer_kit.step.evaluate import Evaluation, evaluate, predict
+from trainer_kit.step.optimizer_kernels import check_optimizer_kernel
 from trainer_kit.step.requests import listening
 from trainer_kit.step.run import Fit
 from trainer_kit.strategies.strategy import Strategy
@@ -225,6 +226,10 @@ class Trainer(Session):
             step, at least 60 s, and half an hour in hooks, validation and checkpoints; False: never.
         activation_checkpointing: True: repeated blocks recompute their activations in backward, to save memory, on any
             strategy; or the modules that do: class names, classes, a number of parameters, or a callable.
+        optimizer_kernel: which of torch's kernels update the weights: ``"fused"`` (the whole update of many parameters
+            in one), ``"foreach"`` (one operation for many), or ``"auto"``: fused where torch has it for an optimizer and
+            its parameters. None: as ``configure_optimizers`` made them. Sums may round differently; plain SGD is
+            bit-identical.
 
     Raises:
         ConfigurationError: an argument, or a combination of arguments, cannot work.
@@ -297,6 +302,7 @@ class Trainer(Session):
         reproducible_workers: bool = False,
         hang_timeout: DurationLike | bool | None = None,
         activation_checkpointing: bool | Policy = False,
+        optimizer_kernel: str | None = None,
     ) -> None:
         # 1. What the user has passed, before any argument gets another value.
         accelerator = accelerator_word(accelerator)
@@ -337,6 +343,7 @@ class Trainer(Session):
             reproducible=reproducible_workers,
         )
         check_switches(deterministic, compile, seed, num_nodes, on_unsaveable)
+        check_optimizer_kernel(optimizer_kernel)
         # 3. The launcher's values take the place of arguments that were left out.
         environment = Environment.detect()
         accelerator, precision, accumulation, origins = with_launchers(
@@ -380,6 +387,7 @@ class Trainer(Session):
                 recomputes=activation_checkpointing,
                 async_save=async_save,
                 drops_unsaveable=on_unsaveable == "drop",
+                optimizer_kernel=optimizer_kernel,
                 barebones=barebones,
                 fast_dev_run=fast_dev_run,
             ),

@@ -42,6 +42,7 @@ from trainer_kit.step.bus import Bus
 from trainer_kit.step.early_exit import exit_agreement
 from trainer_kit.step.evaluate import part_weight
 from trainer_kit.step.optimize import ManualStepper, Stepper
+from trainer_kit.step.optimizer_kernels import set_optimizer_kernel
 from trainer_kit.step.optimizers import (
     LRSchedulerConfig,
     Optimizers,
@@ -397,7 +398,10 @@ def _prepare_optimizers(
 ) -> None:
     # The configured options are noted before anything trains: a resume compares them with those of the checkpoint, to
     # tell an option that the user has changed from one that a schedule has.
+    kernel = trainer.options.optimizer_kernel
     for optimizer in optimizers.optimizers:
+        if kernel is not None:
+            set_optimizer_kernel(optimizer, kernel, trainer.strategy, trainer.say)
         trainer.strategy.prepare_optimizer(optimizer)
         note_configured(optimizer)
     check_parameters(optimizers, module, trainer.strategy, trainer.print)

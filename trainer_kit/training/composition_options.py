@@ -32,6 +32,7 @@ class CompositionOptions:
         recomputes: the blocks with activation checkpointing; True: repeated ones, False: none.
         async_save: whether checkpoints are written in the background.
         drops_unsaveable: whether checkpoints leave out values that they cannot hold.
+        optimizer_kernel: which of torch's kernels optimizers use; None: as the user made them.
         barebones: whether everything that costs time in a step is off.
         fast_dev_run: the argument of this name.
         is_silent: whether `print` and `say` print nothing, as in a trial.
@@ -45,6 +46,7 @@ class CompositionOptions:
     recomputes: bool | Policy = False
     async_save: bool = False
     drops_unsaveable: bool = False
+    optimizer_kernel: str | None = None
     barebones: bool = False
     fast_dev_run: bool | int = False
     is_silent: bool = False

@@ -329,6 +329,9 @@ def _step_descriptions(trainer: Session, module: TrainModule) -> dict[str, str]:
     if module.automatic_optimization:
         backward = f"{name}.backward"
         optimizer_step = "each optimizer of configure_optimizers"
+        kernel = trainer.options.optimizer_kernel
+        if kernel is not None:
+            optimizer_step += f", kernel {kernel}"
     return {
         "training_step": f"{name}.training_step under {trainer.precision_plugin.name}",
         "backward": backward,

@@ -1,0 +1,99 @@
+"""``Trainer(optimizer_kernel=...)``: which of torch's kernels update the weights.
+
+torch has three for most of its optimizers: a loop over the parameters, one that updates many at once (``foreach``), and
+one that does the whole update of many (``fused``). All compute the same update; sums may round differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from torch.optim import Optimizer
+
+from trainer_kit.core.errors import ConfigurationError, did_you_mean
+from trainer_kit.strategies.strategy import Strategy
+
+__all__ = ["check_optimizer_kernel", "set_optimizer_kernel"]
+
+_KERNELS: Final = ("fused", "foreach", "auto")
+
+
+def check_optimizer_kernel(kernel: object) -> None:
+    """Raise `ConfigurationError` for a word that is none of the three; None leaves optimizers as they are."""
+    if kernel is None or kernel in _KERNELS:
+        return
+    raise ConfigurationError(
+        "optimizer_kernel is None or one of " + ", ".join(map(repr, _KERNELS)),
+        found=f"optimizer_kernel={kernel!r}",
+        fix=did_you_mean(str(kernel), _KERNELS),
+    )
+
+
+def set_optimizer_kernel(
+    optimizer: Optimizer, kernel: str, strategy: Strategy, say: Callable[[str], None]
+) -> None:
+    """Let an optimizer that has not stepped use a kernel.
+
+    Args:
+        optimizer: as the user made it; its parameters are those that are trained.
+        kernel: ``"fused"``, ``"foreach"``, or ``"auto"``: fused where torch has it for these parameters, else the
+            optimizer's own choice.
+        strategy: an engine that steps an optimizer of its own has its own kernels.
+        say: prints which kernel was chosen by ``"auto"``.
+
+    Raises:
+        ConfigurationError: there is no such kernel for this optimizer or its parameters.
+    """
+    name = type(optimizer).__name__
+    wanted = "fused" if kernel == "auto" else kernel
+    reason = _reason_against(optimizer, wanted, strategy)
+    if reason is None:
+        _set_options(optimizer, wanted)
+    elif kernel != "auto":
+        raise ConfigurationError(
+            f"optimizer_kernel={kernel!r} cannot be used with {name}",
+            found=reason,
+            fix='optimizer_kernel="auto", which uses a fused kernel where there is one',
+        )
+    if kernel == "auto":
+        chosen = "fused" if reason is None else f"{name}'s default ({reason})"
+        say(f'optimizer_kernel="auto": {name} uses {chosen}')
+
+
+def _reason_against(
+    optimizer: Optimizer, kernel: str, strategy: Strategy
+) -> str | None:
+    """Why the optimizer cannot use the kernel; None if it can."""
+    if strategy.owns_step:
+        return f"{strategy.name} steps an optimizer of its own"
+    kind = type(optimizer)
+    # A subclass may update in another way than the class whose kernels it would get.
+    if (
+        not kind.__module__.startswith("torch.optim.")
+        or kernel not in optimizer.defaults
+    ):
+        return f"{kind.__module__}.{kind.__qualname__} has no {kernel} kernel"
+    if optimizer.defaults.get("differentiable"):
+        return "a differentiable step is computed one operation at a time"
+    try:
+        # torch checks devices and dtypes where an optimizer is made; this one is dropped again.
+        for group in optimizer.param_groups:
+            parameters = list(group["params"])
+            if parameters:
+                kind(parameters, **{"lr": group["lr"], kernel: True})
+    except (RuntimeError, ValueError) as error:
+        return str(error).partition("\n")[0]
+    return None
+
+
+def _set_options(optimizer: Optimizer, kernel: str) -> None:
+    """As the constructor notes them; the other kernel is switched off, since torch refuses both."""
+    options: dict[str, bool | None] = {}
+    for name in ("fused", "foreach"):
+        if name in optimizer.defaults:
+            options[name] = None
+    options[kernel] = True
+    optimizer.defaults.update(options)
+    for group in optimizer.param_groups:
+        group.update(options)
