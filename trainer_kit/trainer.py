@@ -227,8 +227,8 @@ class Trainer(Session):
         activation_checkpointing: True: repeated blocks recompute their activations in backward, to save memory, on any
             strategy; or the modules that do: class names, classes, a number of parameters, or a callable.
         optimizer_kernel: which of torch's kernels update the weights: ``"fused"`` (the whole update of many parameters
-            in one), ``"foreach"`` (one operation for many), or ``"auto"``: fused where torch has it for an optimizer and
-            its parameters. None: as ``configure_optimizers`` made them. Sums may round differently; plain SGD is
+            in one), ``"foreach"`` (one operation for many), or ``"auto"``: fused where torch has it for an optimizer
+            and its parameters. None: as ``configure_optimizers`` made them. Sums may round differently; plain SGD is
             bit-identical.
 
     Raises:

@@ -101,7 +101,12 @@ def direct_step(optimizer: Optimizer) -> StepMethod:
             instance_step = attributes.get("step")
             class_step = kind.step
             update = _find_update(optimizer)
-        if update is None or _has_listener(attributes):
+        # Of an optimizer that has not called torch's constructor there are none to look for.
+        if update is None:
+            return optimizer.step(*arguments, **options)
+        hooks = attributes[STEP_PRE_HOOKS] or attributes[STEP_POST_HOOKS]
+        global_hooks = global_step_pre_hooks or global_step_post_hooks
+        if hooks or global_hooks or is_profiling():
             return optimizer.step(*arguments, **options)
         if update.notes_step:
             attributes[STEPPED_MARK] = True
@@ -121,13 +126,6 @@ def direct_step(optimizer: Optimizer) -> StepMethod:
             set_grad_mode(mode)
 
     return step
-
-
-def _has_listener(attributes: SavedState) -> bool:
-    """Whether anybody is called around a step; ``attributes`` are those of the optimizer."""
-    hooks = attributes[STEP_PRE_HOOKS] or attributes[STEP_POST_HOOKS]
-    global_hooks = global_step_pre_hooks or global_step_post_hooks
-    return bool(hooks or global_hooks or is_profiling())
 
 
 def _find_update(optimizer: Optimizer) -> _Update | None:

@@ -251,6 +251,8 @@ class _Call:
             # The launching process ends a collective that waits longer than `timeout`, and shows every stack.
             timeout=timedelta(seconds=max(self.timeout, _START_TIME)),
         )
+        # A rank whose function calls no collective could leave while another one still connects to it.
+        dist.barrier()
 
 
 def _leave() -> None:
