@@ -75,7 +75,7 @@ __all__ = [
     "versions_of",
 ]
 
-CHECKED_WITH: Final = "2.9, 2.13 and 2.14"
+CHECKED_WITH: Final = "2.13 and 2.14"
 """The releases of torch that the private names were checked with."""
 
 
