@@ -404,6 +404,7 @@ class Trainer(Session):
         )
         self.hang_timeout = chosen_timeout(hang_timeout)
         self.on_unsaveable = on_unsaveable
+        self.optimizer_kernel = optimizer_kernel
         # 4. The callbacks that the arguments stand for. A callback of another library that writes checkpoints itself
         # takes the place of the default one.
         writes_by_default = _is_enabled(

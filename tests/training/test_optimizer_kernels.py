@@ -77,7 +77,7 @@ def test_plain_sgd_is_bit_equal_to_the_loop() -> None:
         assert torch.equal(before, weight)
 
 
-def test_a_resume_goes_on_with_the_kernel_that_is_asked_for(tmp_path: Any) -> None:
+def test_a_resumed_run_uses_the_kernel_of_its_argument(tmp_path: Any) -> None:
     """The checkpoint is that of a run with a loop: its options do not switch the kernel off, and its state is used."""
     module = Module(torch.optim.AdamW, lr=0.01)
     trainer, _ = fit(module, default_root_dir=tmp_path)

@@ -40,25 +40,35 @@ def set_optimizer_kernel(
         kernel: ``"fused"``, ``"foreach"``, or ``"auto"``: fused where torch has it for these parameters, else the
             optimizer's own choice.
         strategy: an engine that steps an optimizer of its own has its own kernels.
-        say: prints which kernel was chosen by ``"auto"``.
+        say: prints which kernel was description by ``"auto"``.
 
     Raises:
         ConfigurationError: there is no such kernel for this optimizer or its parameters.
     """
     name = type(optimizer).__name__
-    wanted = "fused" if kernel == "auto" else kernel
-    reason = _reason_against(optimizer, wanted, strategy)
-    if reason is None:
-        _set_options(optimizer, wanted)
-    elif kernel != "auto":
+    if kernel == "auto":
+        _use_fused_if_possible(optimizer, strategy, say)
+        return
+    reason = _reason_against(optimizer, kernel, strategy)
+    if reason is not None:
         raise ConfigurationError(
             f"optimizer_kernel={kernel!r} cannot be used with {name}",
             found=reason,
             fix='optimizer_kernel="auto", which uses a fused kernel where there is one',
         )
-    if kernel == "auto":
-        chosen = "fused" if reason is None else f"{name}'s default ({reason})"
-        say(f'optimizer_kernel="auto": {name} uses {chosen}')
+    _set_options(optimizer, kernel)
+
+
+def _use_fused_if_possible(
+    optimizer: Optimizer, strategy: Strategy, say: Callable[[str], None]
+) -> None:
+    name = type(optimizer).__name__
+    reason = _reason_against(optimizer, "fused", strategy)
+    if reason is not None:
+        say(f'optimizer_kernel="auto": {name} uses {name}\'s default ({reason})')
+        return
+    _set_options(optimizer, "fused")
+    say(f'optimizer_kernel="auto": {name} uses fused')
 
 
 def _reason_against(
@@ -66,7 +76,7 @@ def _reason_against(
 ) -> str | None:
     """Why the optimizer cannot use the kernel; None if it can."""
     if strategy.owns_step:
-        return f"{strategy.name} steps an optimizer of its own"
+        return f"with strategy {strategy.name} the engine performs the step"
     kind = type(optimizer)
     # A subclass may update in another way than the class whose kernels it would get.
     if (

@@ -965,7 +965,6 @@ class Session:
     loss_weighting = Argument()
     max_duration = Argument()
     max_time = Argument()
-    optimizer_kernel = Argument()
     reload_dataloaders_every_n_epochs = Argument()
     reproducible_workers = Argument()
     sync_batchnorm = Argument()
