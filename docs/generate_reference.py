@@ -176,7 +176,7 @@ def commands() -> str:
 
 _KINDS: Final[dict[Callable[[str], Any], str]] = {
     str: "text",
-    positive: "a whole number, 1 or more",
+    positive: "an integer ≥ 1",
 }
 
 
@@ -187,7 +187,7 @@ def _kind(option: Option) -> str:
         return "a mapping or a list"
     if option.switch or option.read.__name__ == "_boolean":
         return "`true`, `false`"
-    kind = _KINDS.get(option.read, "a whole number" if option.whole else "a number")
+    kind = _KINDS.get(option.read, "an integer" if option.whole else "a number")
     if option.read.__name__ == "_streams":
         kind = "0 to 3, or `RANK:NUMBER`"
     if option.read.__name__ == "convert":
@@ -336,7 +336,7 @@ def configuration() -> str:
 # What a value of a type is in a file; the members of a union are listed one after the other.
 _VALUES: Final = {
     bool: "`true`, `false`",
-    int: "a whole number",
+    int: "an integer",
     float: "a number",
     str: "text",
     NoneType: "`null`",

@@ -359,7 +359,7 @@ def test_accumulation():
 def test_accumulation_by_epoch_and_as_a_callback():
     assert progress(fit(accumulate_grad_batches={0: 1, 1: 5})) == (2, 20, 12)
     assert progress(fit(callbacks=[GradientAccumulation(5)])) == (2, 20, 4)
-    with pytest.raises(ConfigurationError, match="accumulation is given twice"):
+    with pytest.raises(ConfigurationError, match="accumulation is set twice"):
         make(accumulate_grad_batches=2, callbacks=[GradientAccumulation(5)])
     with pytest.raises(ConfigurationError, match="accumulation"):
         make(accumulate_grad_batches=0)
@@ -682,7 +682,7 @@ def test_a_datamodule_of_ready_datasets():
 
 
 def test_a_datamodule_that_is_given_twice_is_refused():
-    with pytest.raises(ConfigurationError, match="datamodule is given twice"):
+    with pytest.raises(ConfigurationError, match="datamodule is set twice"):
         make(max_epochs=1).fit(Net(), Data(), datamodule=Data())
 
 
@@ -1536,7 +1536,7 @@ def test_an_unknown_argument_is_refused_with_the_nearest():
 def test_two_precisions_are_refused():
     from trainer_kit.precision import make_precision
 
-    with pytest.raises(ConfigurationError, match="given twice"):
+    with pytest.raises(ConfigurationError, match="set twice"):
         make(precision="64-true", plugins=[make_precision("64-true", "cpu")])
 
 

@@ -357,7 +357,7 @@ def test_a_misspelled_argument():
     ],
 )
 def test_a_string_in_place_of_a_number_is_refused(arguments, fix):
-    with pytest.raises(ConfigurationError, match="must be a whole number") as error:
+    with pytest.raises(ConfigurationError, match="must be an integer") as error:
         tk.Trainer(**arguments)
     assert error.value.fix == fix
 
@@ -433,8 +433,8 @@ def test_a_word_of_the_wrong_type_is_refused(value):
 @pytest.mark.parametrize("size", [1.5, float("nan"), True, None, "2"])
 def test_sizes_of_a_mesh_are_whole_numbers(size):
     with pytest.raises(
-        tk.TrainerKitError, match=r"a whole number that is at least 1|tp takes int"
+        tk.TrainerKitError, match=r"must be an integer ≥ 1|tp takes int"
     ):
         tk.strategies.MeshStrategy(tp=size)
-    with pytest.raises(tk.TrainerKitError, match="a whole number that is at least 1"):
+    with pytest.raises(tk.TrainerKitError, match="must be an integer ≥ 1"):
         tk.strategies.ModelParallelStrategy(tensor_parallel_size=size)

@@ -325,7 +325,7 @@ def _strategy_of_xla(strategy: object, accelerator: str) -> Strategy | None:
         raise StrategyError(
             "torch_xla is not installed",
             found=f"strategy={strategy!r}, accelerator={accelerator!r}",
-            fix="pip install torch_xla, in the version that goes with this torch",
+            fix="pip install torch_xla, in the version that matches this torch",
         )
     return xla_strategy
 
@@ -423,7 +423,7 @@ class StrategyRegistry:
         if default is not None:
             return default
         raise KeyError(
-            f"no strategy is called {name!r}; the words are {', '.join(self.available_strategies())}"
+            f"no strategy is called {name!r}; available: {', '.join(self.available_strategies())}"
         )
 
     def register(
@@ -489,7 +489,7 @@ def choose_precision(
             )
         if precision is not None:
             raise ConfigurationError(
-                "precision is given twice",
+                "precision is set twice",
                 found=f"precision={precision!r} and plugins=...",
             )
         precision = plugin
@@ -557,7 +557,7 @@ def _check_logger(logger: object) -> None:
         raise ConfigurationError(
             "this is not a logger",
             found=getattr(logger, "__name__", type(logger).__name__),
-            fix="give it a method log_metrics(metrics, step)",
+            fix="define a method log_metrics(metrics, step)",
         )
     check_overrides(type(logger), DirectoryLogger)
 
@@ -604,7 +604,7 @@ def added_callbacks(
     if accumulation != 1:
         if has(callbacks.GradientAccumulation):
             raise ConfigurationError(
-                "accumulation is given twice",
+                "accumulation is set twice",
                 found="accumulate_grad_batches and a callback",
             )
         added.append(callbacks.GradientAccumulation(accumulation))

@@ -357,7 +357,7 @@ class Trainer(Session):
             raise StrategyError(
                 "a Trainer trains on all processes",
                 found=f"{type(training_strategy).__name__}(process_group=...)",
-                fix="leave process_group out, or use Fabric(strategy=...) and a loop of your own",
+                fix="leave process_group out, or use Fabric(strategy=...) and a custom training loop",
             )
         writes_nothing = bool(barebones or settings.fast)
         if default_root_dir is None or default_root_dir == "":
@@ -753,7 +753,7 @@ class Trainer(Session):
         Every run happens in processes that fork from this one, so module, loaders and this Trainer stay as they are;
         with ``local`` it happens here, on copies of them.
         Samples, losses, gradients, weights and logged values are compared within the rounding error that the dtype
-        causes on this module; a second run, a resumed run and a run with validation are compared in bits. Callbacks
+        causes on this module; a second run, a resumed run and a run with validation are compared bit for bit. Callbacks
         are left out, but for gradient accumulation. [Verify a configuration](../howto/verify.md) explains the result.
 
         Args:
@@ -829,7 +829,7 @@ def _refuse(resume: object, reload_every: object) -> None:
     # True is an int, and would mean each epoch.
     if type(reload_every) is not int or reload_every < 0:
         raise ConfigurationError(
-            "loaders can be reloaded only after a whole number of epochs",
+            "the interval for reloading loaders must be an integer ≥ 0",
             found=f"reload_dataloaders_every_n_epochs={reload_every!r}",
             fix="pass 1 to reload in each epoch, 0 to load once per fit",
         )

@@ -847,7 +847,7 @@ def test_wrong_arguments_are_refused():
         ConfigurationError, match="unknown communication hook\n  found: 'fp8'"
     ):
         DistributedDataParallelKwargs(comm_hook="fp8")
-    with pytest.raises(ConfigurationError, match="accumulation is given twice"):
+    with pytest.raises(ConfigurationError, match="accumulation is set twice"):
         Accelerator(
             cpu=True,
             gradient_accumulation_steps=2,
@@ -860,7 +860,7 @@ def test_wrong_arguments_are_refused():
             cpu=True,
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=0),
         )
-    with pytest.raises(ConfigurationError, match="split_batches is given twice"):
+    with pytest.raises(ConfigurationError, match="split_batches is set twice"):
         Accelerator(
             cpu=True,
             split_batches=True,

@@ -277,7 +277,7 @@ def test_one_process():
             r"(?s)devices=2 on 2 nodes, 1 process.*launch --num_processes 4",
         ),
         ({"strategy": "dp"}, r"(?s)'dp'.*did you mean"),
-        ({"precision": "32-true", "plugins": object()}, "given twice"),
+        ({"precision": "32-true", "plugins": object()}, "set twice"),
         ({"devices": "0,1"}, r"(?s)devices='0,1'.*CUDA_VISIBLE_DEVICES"),
         ({"devices": [1]}, r"(?s)devices=\[1\].*CUDA_VISIBLE_DEVICES"),
         ({"devices": "two"}, "devices='two'"),
@@ -724,7 +724,7 @@ def test_strategy_objects_train_and_save_divided_objects_whole():
 def test_an_engine_is_given_once():
     with pytest.raises(
         tk.ConfigurationError,
-        match=r"given twice\n  found: strategy= and ParallelismConfig",
+        match=r"set twice\n  found: strategy= and ParallelismConfig",
     ):
         tk.Accelerator(
             cpu=True,

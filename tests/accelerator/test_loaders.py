@@ -446,7 +446,7 @@ def test_a_position_is_counted_in_samples(tmp_path, size, batch):
         if size * batch % other and size * batch < 10:
             with pytest.raises(
                 CheckpointError,
-                match=f"{size * batch} samples are not a whole number of batches",
+                match=f"{size * batch} samples do not fill whole batches",
             ):
                 accelerator.load_state(tmp_path / "state")
             continue

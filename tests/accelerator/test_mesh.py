@@ -269,13 +269,13 @@ def buffers_are_whole_again(accelerator: tk.Accelerator) -> None:
 
 
 def what_is_refused() -> None:
-    with pytest.raises(StrategyError, match="mesh has 4 places but 2 processes"):
+    with pytest.raises(StrategyError, match="mesh needs 4 ranks, but 2 processes"):
         made(**axes(tp=4))
     with pytest.raises(ConfigurationError, match=r"tp_size=0"):
         axes(tp=0)
     with pytest.raises(ConfigurationError, match="use cp_size"):
         axes(sp=2)
-    with pytest.raises(ConfigurationError, match="given twice"):
+    with pytest.raises(ConfigurationError, match="set twice"):
         made(**axes(tp=2), torch_tp_plugin=tk.TorchTensorParallelPlugin(2))
     forgotten = tk.ParallelPlan(tensor={"lm_head": "colwise_rep"}, loss_parallel=True)
     with pytest.raises(StrategyError, match="loss_parallel=True"):

@@ -68,7 +68,7 @@ def test_the_launchers_torch_compile_options_are_used(
 
 def test_a_number_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "many")
-    with pytest.raises(ConfigurationError, match="whole number"):
+    with pytest.raises(ConfigurationError, match="an integer"):
         Accelerator(cpu=True)
 
 
@@ -122,7 +122,7 @@ def test_an_option_in_the_script_does_not_replace_the_launchers_engine(
     for engine in ("DEEPSPEED", "MEGATRON_LM"):
         monkeypatch.setenv("TRAINER_KIT_DISTRIBUTED_TYPE", engine)
         with pytest.raises(
-            ConfigurationError, match="only FSDP divides parameters on a mesh"
+            ConfigurationError, match="only FSDP shards parameters on a mesh"
         ):
             strategy(
                 parallelism_config=tk.ParallelismConfig(tp_size=2, dp_shard_size=2)

@@ -515,6 +515,6 @@ def test_a_model_that_no_hook_loads_and_that_has_no_weights_is_named(
     accelerator.save_state(tmp_path / "state")
     with pytest.raises(
         CheckpointError,
-        match=r"no weights of model 1 \(Bilinear\): a hook took them out",
+        match=r"no weights of model 1 \(Bilinear\): a hook removed them",
     ):
         accelerator.load_state(tmp_path / "state")

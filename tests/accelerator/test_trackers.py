@@ -264,7 +264,9 @@ def test_wrong_trackers_are_refused():
     class Nameless(GeneralTracker):
         pass
 
-    with pytest.raises(ConfigurationError, match="has a name and a tracker"):
+    with pytest.raises(
+        ConfigurationError, match="needs the attributes name and tracker"
+    ):
         Accelerator(cpu=True, log_with=Nameless()).init_trackers("project")
 
 

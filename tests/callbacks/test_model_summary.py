@@ -231,7 +231,7 @@ def test_it_shows_the_memory_and_traffic_of_a_rank(capsys):
     size = sum(4 * parameter.numel() for parameter in module.parameters())
     told = capsys.readouterr().err
     assert (
-        f"a rank holds {size} B of parameters, {size} B of gradients, 0 B of optimizer state"
+        f"per rank     {size} B of parameters, {size} B of gradients, 0 B of optimizer state"
         in told
     )
     assert "one process holds everything" in told

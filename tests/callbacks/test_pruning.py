@@ -164,5 +164,5 @@ def test_ranks_have_the_same_masks():
         torch.distributed.all_gather(both, weight.detach())
         assert torch.equal(*both)
     assert zeros.seen[-1] == 55 + 28
-    with pytest.raises(ConfigurationError, match="divides or copies them"):
+    with pytest.raises(ConfigurationError, match="shards or copies them"):
         fitted(ModelPruning("l1_unstructured"), devices=2, strategy="fsdp")

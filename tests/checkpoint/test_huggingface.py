@@ -139,7 +139,7 @@ def test_two_files_with_the_same_name_are_refused(tmp_path):
     for name in ("a", "b"):
         save_file({"w": torch.ones(1)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(
-        CheckpointError, match="another file of this directory holds it too"
+        CheckpointError, match="another file in this directory contains it too"
     ):
         read_weights(tmp_path)
 

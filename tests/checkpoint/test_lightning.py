@@ -172,7 +172,7 @@ def test_a_run_continues_from_an_imported_file(tmp_path, moment, steps):
     assert (code, printed) == (
         0,
         f'{path}: step {steps}, epoch {epoch}; fit(ckpt_path="{path}")\n'
-        "not taken over: the state of ModelCheckpoint{'monitor': None}\n",
+        "not imported: the state of ModelCheckpoint{'monitor': None}\n",
     )
     module, run = Net(), trainer()
     run.fit(module, loader(), ckpt_path=path)

@@ -347,7 +347,7 @@ WRONG = [
     (["fit", "3"], "train.py fit: 3: unexpected"),
     (
         ["--config=a.yaml", "fit"],
-        "train.py fit: --config: options stand after the command: fit, validate, test, predict",
+        "train.py fit: --config: options go after the command: fit, validate, test, predict",
     ),
     (["fi"], "train.py: fi: unknown command, did you mean 'fit'?"),
     ([], "train.py: a command is missing: fit, validate, test, predict; see --help"),
@@ -415,8 +415,8 @@ FILES = {
     "trainer:\n  max_epochs: [1\n": ":3: this is not YAML: expected ',' or ']', but got '<stream end>'",
     "trainer:\n  max_epochs: 1\n  max_epochs: 2\n": ":3: max_epochs: given twice",
     "trainer:\n  max_epochs: !!python/object/apply:os.mkdir [made]\n": ":2: "
-    "!!python/object/apply:os.mkdir: this tag is not read; a class is a class_path",
-    "- 1\n": ":1: there must be keys and values at the top",
+    "!!python/object/apply:os.mkdir: this tag is not supported; choose a class with class_path",
+    "- 1\n": ":1: the top level must map keys to values",
     "data: " + "[" * 60 + "]" * 60 + "\n": ":1: nested deeper than 50 levels",
     BOMB: ":4: more than 2000 values, aliases written out",
     '"\\UFFFFFFFF": 1\n': ":1: this is not YAML: cannot be read: Python int too large to convert to C int",
@@ -424,7 +424,7 @@ FILES = {
     "trainer:\n  max_epoch: {a: {}}\n": ":2: trainer.max_epoch: unknown key, did you mean 'trainer.max_epochs'?",
     STOPPING + "    init_args:\n      monitor: a\n      patiense: {}\n": ":6: "
     "trainer.callbacks: EarlyStopping does not take 'patiense', did you mean 'patience'?",
-    "#" * 1_000_001: ": larger than 1000 kB, which no configuration is",
+    "#" * 1_000_001: ": larger than 1000 kB, the limit for a configuration file",
 }
 
 
@@ -651,7 +651,7 @@ def test_the_optimizer_and_the_scheduler_are_named_in_place_of_code(script, tmp_
         again[name] == one[name] for name in ("optimizers", "schedulers", "weight")
     )
     assert (
-        "--optimizer counts: TinyModule.configure_optimizers is not called"
+        "--optimizer is used: TinyModule.configure_optimizers is not called"
         in script(*quiet, *options).stdout
     )
 

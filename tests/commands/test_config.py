@@ -147,7 +147,7 @@ def test_a_terminal_without_arrow_keys_has_numbers() -> None:
 def test_without_a_terminal_questions_are_plain() -> None:
     code, output = call("config", text="1\n2\n1\nmany\n2\n1\n1\n1\n")
     assert code == 0
-    assert "Error: it is a whole number" in output
+    assert "Error: it is an integer" in output
     assert re.search(
         r"  2  several processes on the CPU\n(  .*\n)+number \[\d\]: 2\n", output
     )
@@ -209,7 +209,7 @@ def test_default_and_show() -> None:
     assert read_configuration(WRITTEN).values["mixed_precision"] == "bf16"
     code, output = call("config", "default")
     assert code == 1
-    assert "stays as it is" in output
+    assert "exists and is kept" in output
     assert read_configuration(WRITTEN).values["mixed_precision"] == "bf16"
     assert call("config", "default", "--force")[0] == 0
     assert read_configuration(WRITTEN).values["mixed_precision"] == "no"

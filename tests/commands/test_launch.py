@@ -492,7 +492,7 @@ def test_mpi_needs_no_options() -> None:
         ([], "Missing argument 'SCRIPT'"),
         (["none.py"], "the script does not exist"),
         (["--num_proceses", "2", "raw.py"], "No such option '--num_proceses'"),
-        (["--num_processes", "two", "raw.py"], "is a whole number, not 'two'"),
+        (["--num_processes", "two", "raw.py"], "is an integer, not 'two'"),
         (["--mixed_precision", "bf17", "raw.py"], "is one of no, fp16, bf16, fp8"),
         (["--tpu", "--num_machines", "2", "raw.py"], "TPU pods are not supported yet"),
         (["--tpu_cluster", "raw.py"], "TPU pods are not supported yet"),

@@ -80,7 +80,7 @@ def test_a_class_larger_than_this_machine(tmp_path):
     first, header, *rows = done.stdout.splitlines()
     assert (
         first
-        == "models:Net: 90,000,600,000 numbers, 90,000,600,000 trained; the largest layer is 'body'"
+        == "models:Net: 90,000,600,000 parameters, 90,000,600,000 trainable; largest layer: 'body'"
     )
     assert header.split("  ")[0] == "DTYPE"
     assert rows[0].split() == [
@@ -112,7 +112,7 @@ def test_a_module_that_is_built_late_and_mistakes(tmp_path, monkeypatch):
         "{in_features: 2, out_features: 3}",
     )[1]
     assert said.startswith(
-        "torch.nn:Linear: 9 numbers, 9 trained; the largest layer is the model itself\n"
+        "torch.nn:Linear: 9 parameters, 9 trainable; largest layer: the model itself\n"
     )
     wrong = {
         ("late_models:Net",): "missing 1 required positional argument: 'width'",
@@ -149,7 +149,7 @@ def test_weights_are_measured_by_their_headers(tmp_path):
         )
     }
     (one,) = told
-    assert one.startswith("110 numbers, 110 trained; the largest layer is 'layer'\n")
+    assert one.startswith("110 parameters, 110 trainable; largest layer: 'layer'\n")
     assert "float32   448 B" in one
 
 

@@ -73,7 +73,7 @@ def test_the_default_configuration_file_is_used(tmp_path):
     file.write_text(TWO)
     done = call(tmp_path)
     assert (done.returncode, levels(done)) == (0, ["OK"] * 4), done.stdout
-    assert f"as {file} says" in done.stdout
+    assert f"using {file}" in done.stdout
     assert "trained on 2 x cpu, ddp, bf16-mixed" in done.stdout
 
 
@@ -120,7 +120,7 @@ def test_a_run_that_does_not_end_is_terminated(tmp_path):
     )
     assert done.returncode == 124
     assert done.stdout.startswith(
-        "TIMEOUT  the run that was started did not end: 2 s are over"
+        "TIMEOUT  the run that was started did not finish within the 2 s for all runs"
     )
     assert "try --timeout=6" in done.stdout
     assert "WRONG" not in done.stdout, (

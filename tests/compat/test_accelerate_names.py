@@ -161,7 +161,7 @@ def test_nested_tensors() -> None:
     ]
     assert utilities.pad_input_tensors(torch.ones(5, 2), 5, 4).shape == (8, 2)
     for wrong in ([], "text", torch.tensor(1)):
-        with pytest.raises(ConfigurationError, match="one entry a sample"):
+        with pytest.raises(ConfigurationError, match="one entry per sample"):
             utilities.find_batch_size(wrong)
     with pytest.raises(ConfigurationError, match="takes tensors"):
         utilities.concatenate(["a", "b"])
@@ -201,7 +201,7 @@ def test_numbers_names_and_words(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert [utilities.str_to_bool(word) for word in ("Yes", "off")] == [1, 0]
     assert utilities.str_to_bool("t", to_bool=True) is True
-    with pytest.raises(ConfigurationError, match="not a truth value"):
+    with pytest.raises(ConfigurationError, match="expected a boolean"):
         utilities.str_to_bool("maybe")
     monkeypatch.setenv("FIRST_OF_TWO", "4")
     assert utilities.get_int_from_env(["NONE_OF_TWO", "FIRST_OF_TWO"], 1) == 4

@@ -361,7 +361,7 @@ def test_helpers(monkeypatch):
         model.layer.bias.grad.norm().item()
     )
     assert norms["grad_2.0_norm_total"] == pytest.approx(parts.norm().item())
-    with pytest.raises(tk.ConfigurationError, match="a positive number"):
+    with pytest.raises(tk.ConfigurationError, match="must be positive"):
         grad_norm(model, 0)
     assert is_overridden("training_step", model)
     assert not is_overridden("on_train_start", model)

@@ -343,7 +343,7 @@ def test_wrong_limits_and_other_attributes_of_loops_are_refused():
     trainer = tk.Trainer(**QUIET, max_epochs=2)
     with pytest.raises(
         tk.ConfigurationError,
-        match=r"(?s)max_epochs must be a whole number.*fit_loop.max_epochs = 2.5",
+        match=r"(?s)max_epochs must be an integer.*fit_loop.max_epochs = 2.5",
     ):
         trainer.fit_loop.max_epochs = 2.5
     with pytest.raises(AttributeError, match="FitLoop has no batch_progress"):

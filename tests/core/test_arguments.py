@@ -107,4 +107,4 @@ def test_a_rank_that_is_not_a_number_is_answered_in_words() -> None:
         check=False,
     )
     assert ended.returncode == 1
-    assert "LaunchError: RANK is not a whole number\n  found: RANK=x" in ended.stderr
+    assert "LaunchError: RANK is not an integer\n  found: RANK=x" in ended.stderr

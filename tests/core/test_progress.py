@@ -67,7 +67,7 @@ def test_an_unknown_unit_is_refused_with_the_known_ones():
 
 @pytest.mark.parametrize("unit", ["ep", "ba", "st", "sp", "tok"])
 def test_counted_units_take_whole_numbers_only(unit):
-    with pytest.raises(DurationError, match="whole numbers"):
+    with pytest.raises(DurationError, match="integers only"):
         Duration.parse(f"1.5{unit}")
 
 
@@ -81,7 +81,7 @@ def test_numbers_count_the_natural_unit_of_the_argument():
     assert Duration.parse(7, "st") == Duration(7, "st")
     assert Duration.parse(7.0, "st") == Duration(7, "st")
     assert type(Duration.parse(7.0, "st").value) is int
-    with pytest.raises(DurationError, match="whole numbers"):
+    with pytest.raises(DurationError, match="integers only"):
         Duration.parse(7.5, "st")
 
 

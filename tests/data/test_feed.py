@@ -280,7 +280,7 @@ def test_a_distributed_sampler_for_other_ranks_is_refused() -> None:
     sampler: DistributedSampler[int] = DistributedSampler(
         range(10), num_replicas=4, rank=3
     )  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="divides the data differently from") as caught:
+    with pytest.raises(DataError, match="shards the data differently from") as caught:
         Feed(DataLoader(range(10), sampler=sampler), rank=1, size=2)
     assert "num_replicas=4, rank=3 on data rank 1 of 2" in str(caught.value)
 

@@ -223,7 +223,7 @@ def test_a_resume_reads_the_rest(kind: Any, tmp_path: Path) -> None:
 def test_a_loader_for_other_ranks_is_refused() -> None:
     dataset = Whole()
     dataset.distributed_env = SimpleNamespace(world_size=4, global_rank=dist.get_rank())  # type: ignore[attr-defined]
-    with pytest.raises(DataError, match="divides the data differently"):
+    with pytest.raises(DataError, match="shards the data differently"):
         tk.Trainer(**OPTIONS, max_epochs=1).fit(Sees(), batches(dataset))
 
 
@@ -348,7 +348,7 @@ def test_a_combined_loader_of_prepared_loaders_is_not_divided_again() -> None:
 def test_the_accelerator_refuses_to_dispatch_a_part() -> None:
     options = tk.DataLoaderConfiguration(dispatch_batches=True)
     accelerator = tk.Accelerator(cpu=True, dataloader_config=options)
-    with pytest.raises(ConfigurationError, match="only its own part"):
+    with pytest.raises(ConfigurationError, match="only that process's part"):
         accelerator.prepare(batches(Knows("distributed_env")))
 
 

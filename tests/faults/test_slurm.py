@@ -285,7 +285,7 @@ def test_an_invalid_number_of_restarts_is_refused(batch):
     with batch("2", TRAINER_KIT_MAX_RESTARTS="many") as agent:
         _, err = agent.communicate(timeout=60)
     assert agent.returncode == 1
-    assert "TRAINER_KIT_MAX_RESTARTS is not a whole number" in err
+    assert "TRAINER_KIT_MAX_RESTARTS is not an integer" in err
 
 
 def test_torchrun_restarts_the_same_run(batch, tmp_path):

@@ -138,7 +138,7 @@ def test_fp8(kind: str, recipe: Any, base: str) -> None:
     device, emulate = device_of(kind), kind == "cpu" and recipe == "rowwise"
     precision = Float8Precision(recipe, base, emulate=emulate, exceptions=["head"])
     if not has_float8(kind):
-        with pytest.raises(PrecisionError, match="not support float8 matrix products"):
+        with pytest.raises(PrecisionError, match="not support float8 matmuls"):
             fit(Wide(), wide(), kind, precision=precision)
         return
     config = Float8LinearConfig.from_recipe_name(recipe)

@@ -437,6 +437,6 @@ def test_ranks_die_with_an_agent_that_is_killed(script: Path) -> None:
 def test_code_that_cannot_run_again_is_refused() -> None:
     ran = _run("-c", "from trainer_kit.launch import run_agent; run_agent(2)")
     assert ran.returncode == 1
-    assert "cannot be started again on several processes" in ran.stderr
+    assert "cannot be restarted on several processes" in ran.stderr
     assert "found: code given with python -c" in ran.stderr
     assert 'strategy="ddp_notebook"' in ran.stderr.splitlines()[-1]

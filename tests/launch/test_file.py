@@ -100,7 +100,7 @@ def test_values_mean_the_same_as_in_accelerate(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("debug: &a no\nuse_cpu: &a no\n", "config.yaml:2: &a is given twice"),
+        ("debug: &a no\nuse_cpu: &a no\n", "config.yaml:2: &a is set twice"),
         (
             "debug: no\nnum_proceses: 2\n",
             "config.yaml:2: num_proceses: unknown key, did you mean 'num_processes'?",
@@ -119,15 +119,15 @@ def test_values_mean_the_same_as_in_accelerate(tmp_path: Path) -> None:
         ),
         (
             "num_processes: two\n",
-            "config.yaml:1: num_processes: is a whole number, not 'two'",
+            "config.yaml:1: num_processes: is an integer, not 'two'",
         ),
         (
             "max_restarts: -1\n",
-            "config.yaml:1: max_restarts: is a whole number, 0 or more, not '-1'",
+            "config.yaml:1: max_restarts: is an integer ≥ 0, not '-1'",
         ),
         (
             "gradient_accumulation_steps: 0\n",
-            "config.yaml:1: gradient_accumulation_steps: is a whole number, 1 or more, not '0'",
+            "config.yaml:1: gradient_accumulation_steps: is an integer ≥ 1, not '0'",
         ),
         (
             "\nnum_processes:\n  - 2\n",
@@ -154,7 +154,7 @@ def test_values_mean_the_same_as_in_accelerate(tmp_path: Path) -> None:
         ("- 1\n", "config.yaml:1: a configuration is a mapping of keys to values"),
         (
             "debug: true\ndebug: false\n",
-            "config.yaml:2: debug: is given twice, first in line 1",
+            "config.yaml:2: debug: is set twice, first in line 1",
         ),
         (
             "fsdp_config:\n  fsdp_version: 1\n  version: 2\n",

@@ -723,7 +723,7 @@ def test_objects_that_are_not_images_are_refused(tmp_path):
         None,
         np.zeros((2, 2), complex),
     ):
-        with pytest.raises(LogError, match="this is not a picture"):
+        with pytest.raises(LogError, match="expected an image"):
             picture(wrong)
 
 

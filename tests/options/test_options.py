@@ -192,19 +192,19 @@ def test_a_field_that_was_set_later_is_looked_at_too():
             {"step_scheduler_with_optimizer": None, "split_batches": "no"},
             "split_batches is True or False",
         ),
-        ({"seed": "seven"}, "seed must be a whole number from 0"),
-        ({"seed": -1}, "seed must be a whole number from 0"),
+        ({"seed": "seven"}, "seed must be an integer ≥ 0"),
+        ({"seed": -1}, "seed must be an integer ≥ 0"),
         ({"rng_types": 3}, "unknown kind of generator '3'"),
         ({"rng_types": ["tor"]}, "unknown kind of generator 'tor'"),
         ({"log_with": 3}, "log_with= takes names of trackers"),
         ({"log_with": ["csv", object()]}, "log_with= takes names of trackers"),
         (
             {"gradient_accumulation_steps": 1.5},
-            "gradient_accumulation_steps is a whole number",
+            "gradient_accumulation_steps must be an integer",
         ),
         (
             {"gradient_accumulation_steps": [2]},
-            "gradient_accumulation_steps is a whole number",
+            "gradient_accumulation_steps must be an integer",
         ),
     ],
 )

@@ -468,7 +468,7 @@ def test_what_is_refused_before_the_first_step() -> None:
 def test_explain_shows_what_a_rank_holds_and_sends() -> None:
     whole = sum(p.numel() for p in Divided().parameters()) * 8
     for divide, ranks, sent in (
-        (tensor_parallel, 1, "activations of divided layers: among 2 tensor ranks"),
+        (tensor_parallel, 1, "activations of split layers: among 2 tensor ranks"),
         (whole_module, 2, "gradients: reduce-scatter over 2 data ranks"),
     ):
         strategy = ModelParallelStrategy(**sizes_of(ranks))
@@ -485,7 +485,7 @@ def test_explain_shows_what_a_rank_holds_and_sends() -> None:
         assert sent in "\n".join(costs.exchanges)
         before = strategy.costs(Divided(), trainer.precision, 2)
         assert before.parameters is None
-        assert "known when a run has divided" in before.layout
+        assert "known once a run has sharded" in before.layout
 
 
 def test_sizes_are_checked_before_anything_starts() -> None:

@@ -140,7 +140,7 @@ def test_two_ranks_then_two(tmp_path: Path, kind: str) -> None:
 
 def test_no_whole_number_of_batches_is_refused(tmp_path: Path) -> None:
     train(str(tmp_path), 1, 3, False)
-    with pytest.raises(CheckpointError, match="not a whole number of batches"):
+    with pytest.raises(CheckpointError, match="do not fill whole batches"):
         run_distributed(train, 2, str(tmp_path), 2, -1, True)
 
 

@@ -313,7 +313,7 @@ def test_parameters_without_a_prepared_module_are_refused() -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD([*self.net.parameters(), *center.parameters()], 0.1)
 
-    with pytest.raises(StrategyError, match="each rank would train its own"):
+    with pytest.raises(StrategyError, match="each rank would train a separate copy"):
         ddp(Holding(Net()), batches_of(None))
 
 
@@ -333,7 +333,7 @@ def test_sharded_models_train_what_is_trained_now() -> None:
             with case(strategy=strategy.__name__, changes=name):
                 if "added" in name:
                     with pytest.raises(
-                        StrategyError, match="each rank would train its own"
+                        StrategyError, match="each rank would train a separate copy"
                     ):
                         train_sharded(strategy(), changes)
                 else:

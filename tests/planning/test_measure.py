@@ -393,7 +393,7 @@ def test_batches_of_every_kind_get_the_size_of_the_candidate(wrap):
 def test_a_batch_that_shows_no_tensors_is_not_measured():
     found = on_cpu(TinyModule(), [torch.zeros(2, 32), Movable()], candidate())
     assert not found.exact
-    assert "a batch with a Movable cannot be made in another size" in found.notes[0]
+    assert "a batch with a Movable cannot be resized" in found.notes[0]
 
 
 def test_recomputed_activations_need_less():

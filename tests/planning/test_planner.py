@@ -454,8 +454,8 @@ def test_samples_that_the_ranks_cannot_divide_are_named():
     plan = trainer().plan(Net(32), loader(width=32), world=[4, 3, 64], **options)
     assert len(plan.rows) == 3, "each word counts once"
     assert [note for note in plan.notes if "samples a step, and not" in note] == [
-        "3 ranks have 15 samples a step, and not 16: each has one or more, all equally many",
-        "64 ranks have 64 samples a step, and not 16: each has one or more, all equally many",
+        "3 ranks have 15 samples a step, and not 16: every rank has the same number, at least 1",
+        "64 ranks have 64 samples a step, and not 16: every rank has the same number, at least 1",
     ]
 
 
@@ -470,7 +470,7 @@ def test_wrong_calls_are_answered_in_words():
         ({"world": 2, "precisions": ["bf16-mix"]}, "unknown precision 'bf16-mix'"),
         (
             {"world": 2, "global_batch_size": 0},
-            "the global batch has at least one sample",
+            "the global batch needs at least one sample",
         ),
     ):
         with pytest.raises(ConfigurationError, match=text):

@@ -296,7 +296,7 @@ def test_a_precision_without_products_is_left_out_with_a_reason():
         device=find_device("t4"), precisions=("bf16-mixed",), strategies=("ddp",)
     )
     assert [(row.measured, row.reason) for row in rows] == [
-        (None, "no rate of bf16-mixed products is known for this device")
+        (None, "the peak rate of bf16-mixed matmuls is unknown for this device")
     ]
     assert not memory.measured
 

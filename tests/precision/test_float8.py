@@ -168,7 +168,7 @@ def test_a_device_without_fp8_is_refused_before_the_first_step(
     monkeypatch.setattr("trainer_kit.precision.torchao.scaled_matmul", refuse)
     with pytest.raises(
         PrecisionError,
-        match=r"not support float8 matrix products\n  found: _scaled_mm is only .* 8.9\n  fix: .*em",
+        match=r"float8 matmuls\n  found: _scaled_mm is only .* 8.9\n  fix: .*em",
     ):
         trainer("fp8")
     trainer(Float8Precision(emulate=True, exceptions=["head"])).fit(Net(), batches())

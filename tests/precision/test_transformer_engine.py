@@ -266,7 +266,7 @@ def test_an_accelerator_with_accelerates_recipe(
     assert engine.entered == [(True, expected)]
     model.eval()(batches()[0][0])
     assert engine.entered[-1][0] is False
-    with pytest.raises(PrecisionError, match="no longer supports matrix products"):
+    with pytest.raises(PrecisionError, match="no longer supports matmuls"):
         tk.Accelerator(
             cpu=True,
             mixed_precision="fp8",

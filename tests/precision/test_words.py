@@ -188,7 +188,7 @@ def test_a_vendor_precision_names_its_requirements(
 
 
 def test_contradictions_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="precision is given twice"):
+    with pytest.raises(ConfigurationError, match="precision is set twice"):
         quiet(precision="bf16", plugins=TruePrecision(F64))
     with pytest.raises(ConfigurationError, match="plugin is not a precision"):
         quiet(plugins=object())

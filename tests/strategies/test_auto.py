@@ -108,7 +108,7 @@ def test_a_model_that_does_not_fit_is_reported_beforehand() -> None:
         text = trainer().explain(module, batches())
     assert "strategy     FSDP on cpu" in text
     assert "auto         fsdp: whole copies do not fit, 768 B of training state" in text
-    assert "a rank holds 96 B of parameters" in text
+    assert "per rank     96 B of parameters" in text
     text = trainer().explain(module, batches())
     assert "auto         ddp: whole copies fit, 768 B of training state" in text
     assert "auto   " not in trainer().explain(Built(), batches())  # no layers yet

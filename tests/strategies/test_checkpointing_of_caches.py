@@ -77,7 +77,7 @@ def test_the_cache_is_switched_off_and_the_weights_are_those_without_checkpointi
     module = Language(make)
     caches = [one.use_cache for one in module.configs()]
     assert any(caches)
-    with pytest.warns(UserWarning, match="switches the cache of keys and values off"):
+    with pytest.warns(UserWarning, match="disables the cache of keys and values"):
         found = fit(module, devices=1, activation_checkpointing=True)
     torch.testing.assert_close(found, expected)
     assert module.while_training == [False, False]
@@ -90,7 +90,7 @@ def test_under_fsdp_too() -> None:
     expected = fit(Language(llama), strategy="ddp")
     strategy = tk.strategies.FSDPStrategy(activation_checkpointing_policy=True)
     module = Language(llama)
-    with pytest.warns(UserWarning, match="switches the cache of keys and values off"):
+    with pytest.warns(UserWarning, match="disables the cache of keys and values"):
         found = fit(module, strategy=strategy)
     torch.testing.assert_close(found, expected)
     assert module.while_training == [False, False]

@@ -206,10 +206,10 @@ def test_the_traffic_of_a_step_is_reported() -> None:
     assert kept[0] == "parameters: all-gather over 4 ranks for each forward"
     assert (
         sent(FSDPStrategy(device_mesh=(2, 4)), 8, module)[2]
-        == "their parts: all-reduce over 2 copies"
+        == "their shards: all-reduce over 2 replicas"
     )
     assert sent(FSDPStrategy(ignored_modules="0"), 4, module)[2].startswith(
-        "gradients of what stays whole"
+        "gradients of unsharded parameters"
     )
     assert sent(MeshStrategy(dp_shard=4), 4, module) == sent(FSDPStrategy(), 4, module)
     assert sent(DDPStrategy(), 1, module) == []
@@ -247,13 +247,13 @@ def test_lines() -> None:
     shown = cost_lines(costs, [torch.optim.SGD(module.parameters(), lr=1.0)])
     assert (
         shown[1]
-        == "a rank holds 512 B of parameters, 512 B of gradients, 0 B of optimizer state"
+        == "per rank     512 B of parameters, 512 B of gradients, 0 B of optimizer state"
     )
     assert (
-        shown[2] == "a step sends parameters: all-gather over 2 ranks for each forward"
+        shown[2] == "per step     parameters: all-gather over 2 ranks for each forward"
     )
     assert shown[3] == "             gradients: reduce-scatter over 2 ranks"
-    assert "sizes known only in the run: optimizer state" in cost_lines(costs, None)[1]
+    assert "known only during the run: optimizer state" in cost_lines(costs, None)[1]
 
 
 KINDS = {
@@ -322,7 +322,7 @@ def test_nothing_of_the_users_optimizer_is_called(
     )
     made.fit(Module(), BATCHES)
     assert Own.calls == 2
-    assert "sizes known only in the run: optimizer state" in capsys.readouterr().err
+    assert "known only during the run: optimizer state" in capsys.readouterr().err
 
 
 def test_the_costs_of_a_data_dependent_optimizer_are_unknown() -> None:

@@ -151,7 +151,7 @@ def test_arguments_that_cannot_be(options: dict[str, Any], part: str) -> None:
 
 
 def test_a_file_that_is_not_json(tmp_path: Path) -> None:
-    for text, part in [("{", "is not JSON"), ("[1]", "holds no JSON object")]:
+    for text, part in [("{", "is not JSON"), ("[1]", "does not contain a JSON object")]:
         (tmp_path / "ds.json").write_text(text)
         with pytest.raises(ConfigurationError, match=part):
             read_config(tmp_path / "ds.json")
@@ -321,9 +321,7 @@ def the_json_names_what_the_module_does_not() -> None:
             module.net.state_dict()[name], value, rtol=0, atol=1e-6
         )
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 5 / 6)
-    with pytest.raises(
-        StrategyError, match="names the optimizer, and so does the script"
-    ):
+    with pytest.raises(StrategyError, match="and the script define the optimizer"):
         fit(Classifier(make_net()), NAMED)
     with pytest.raises(
         StrategyError, match=r'"auto" has no value in .*\n.*optimizer\.params\.lr'

@@ -50,15 +50,15 @@ def test_places_are_counted_before_anything_starts() -> None:
     with pytest.raises(StrategyError) as told:
         MeshStrategy(dp_shard=2, tp=2).places(8)
     assert str(told.value) == (
-        "the mesh has 4 places but 8 processes were launched\n"
+        "the mesh needs 4 ranks, but 8 processes were launched\n"
         "  found: dp_shard=2 × tp=2 in MeshStrategy(...)\n"
         "  fix:   launch 4 processes, or leave one axis at -1"
     )
     with pytest.raises(
-        StrategyError, match=r"3 places or a multiple but 8 (.|\n)*launch 9 processes$"
+        StrategyError, match=r"3 ranks or a multiple, but 8 (.|\n)*launch 9 processes$"
     ):
         MeshStrategy(tp=3).places(8)
-    with pytest.raises(StrategyError, match="2 places but 1 process was launched"):
+    with pytest.raises(StrategyError, match="2 ranks, but 1 process was launched"):
         tk.Trainer(
             devices=1,
             accelerator="cpu",

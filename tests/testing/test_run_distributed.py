@@ -134,7 +134,7 @@ def test_warnings_are_errors_in_ranks_too() -> None:
 @pytest.mark.slow
 def test_a_hang_ends_with_every_stack() -> None:
     with pytest.raises(
-        RankError, match=r"2 of 2 ranks were not done after 3 s"
+        RankError, match=r"2 of 2 ranks did not finish within 3 s"
     ) as caught:
         run_distributed(_hang_in_one_place, 2, timeout=3)
     told = str(caught.value)

@@ -136,5 +136,5 @@ def test_reports(tmp_path: Path) -> None:
     assert "UserWarning: mind the gap" in told
     assert "the fixture 'capsys' cannot be sent to the ranks" in told
     assert "the mark needs the number of ranks" in told
-    assert "1 of 2 ranks were not done after 2 s" in told
+    assert "1 of 2 ranks did not finish within 2 s" in told
     assert "time.sleep(100)" in told or "in test_hangs" in told

@@ -101,7 +101,7 @@ def test_it_shows_the_source_of_options(monkeypatch):
     assert window(trainer(precision="16-mixed", accumulate_grad_batches=1)) == 1
     assert window(trainer(callbacks=GradientAccumulation(3))) == 3
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "many")
-    with pytest.raises(ConfigurationError, match="whole number"):
+    with pytest.raises(ConfigurationError, match="an integer"):
         trainer()
 
 
@@ -187,10 +187,10 @@ def test_it_shows_the_memory_and_traffic_of_a_rank():
     module = Net()
     text = trainer(devices=2, accumulate_grad_batches=4).explain(module, loader())
     assert (
-        "a rank holds 8 B of parameters, 8 B of gradients, 0 B of optimizer state"
+        "per rank     8 B of parameters, 8 B of gradients, 0 B of optimizer state"
         in text
     )
-    assert "a step sends gradients: all-reduce over 2 ranks" in text
+    assert "per step     gradients: all-reduce over 2 ranks" in text
     text = trainer(devices=2, strategy="fsdp", accumulate_grad_batches=4).explain(
         module, loader()
     )
@@ -211,7 +211,7 @@ def test_an_optimizer_that_needs_a_running_fit_does_not_fail_explain():
             ]
 
     text = trainer(devices=2).explain(Cycles(), loader())
-    assert "8 B of gradients; sizes known only in the run: optimizer state" in text
+    assert "8 B of gradients; known only during the run: optimizer state" in text
     assert "(configure_optimizers needs a running fit: " in text
 
 
@@ -245,7 +245,7 @@ def test_what_is_not_known_before_a_module_is_divided_is_not_given_as_a_number()
     """The state of an optimizer is that of the parameters of this rank."""
     text = trainer(strategy=MeshStrategy(tp=2, dp_shard=1), devices=2).explain(Net())
     assert (
-        "a rank holds sizes known only in the run: parameters and gradients and optimizer state"
+        "per rank     known only during the run: parameters and gradients and optimizer state"
         in text
     )
 
@@ -336,7 +336,7 @@ def test_every_engine_has_a_picture(strategy, ranks, axis, samples):
 
 def test_a_picture_with_a_module_says_what_a_rank_holds_and_sends():
     picture = trainer(strategy="ddp", devices=2).explain(Net(), loader(), format="svg")
-    assert "a rank holds 8 B of parameters" in picture
+    assert "per rank     8 B of parameters" in picture
     assert "gradients: all-reduce over 2 ranks" in picture
     assert picture._repr_svg_() == str(picture), "a notebook shows it"
 

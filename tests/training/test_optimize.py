@@ -179,7 +179,7 @@ def test_a_plateau_scheduler_is_recognized_and_takes_a_monitor_outside_its_dict(
         (lambda m: {"optimizer": sgd(m), "lr_scheduler": object()}, "step method"),
         (
             lambda m: _with(m, interval="batch"),
-            r"(?s)interval is 'epoch' or 'step'.*'batch'",
+            r"(?s)interval must be 'epoch' or 'step'.*'batch'",
         ),
         (lambda m: _with(m, frequency=0), "frequency"),
         (lambda m: _with(m, frequency=1.5), "frequency"),

@@ -92,5 +92,5 @@ def test_manual_optimization_on_ranks_that_are_threads(devices, strategy):
     found = verify_local(verified.GAN(), devices=devices, strategy=strategy, steps=3)
     assert found.ok, str(found)
     assert status(found)["our loop"] == status(found)["training"] == "ok"
-    assert "equal to the plain loop in bits" in str(found)
+    assert "bit-identical to the plain loop" in str(found)
     assert torch.get_default_dtype() == torch.float32

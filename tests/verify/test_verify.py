@@ -39,7 +39,7 @@ def test_a_healthy_configuration_passes_every_check():
     skipped = [name for name, one in status(found).items() if one != "ok"]
     assert skipped == ["accumulation", "other world"], str(found)  # dropout
     assert len(str(found).splitlines()) <= 15
-    assert "one device, float32: equal to the plain loop in bits" in str(found)
+    assert "one device, float32: bit-identical to the plain loop" in str(found)
     assert len(found.curve) == 3
     assert all(point.difference <= point.allowed for point in found.curve)
 
@@ -283,7 +283,7 @@ def test_two_networks_with_manual_optimization(devices, strategy):
     found = verify(verified.GAN(), devices=devices, strategy=strategy, steps=3)
     assert found.ok, str(found)
     assert status(found)["our loop"] == status(found)["training"] == "ok"
-    assert "equal to the plain loop in bits" in str(found)
+    assert "bit-identical to the plain loop" in str(found)
 
 
 def test_gradients_that_are_not_exchanged_in_manual_optimization():

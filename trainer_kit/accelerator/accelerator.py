@@ -1025,12 +1025,12 @@ class Accelerator:
 
     @property
     def fp8_enabled(self) -> bool:
-        """Whether matrix products are computed in fp8."""
+        """Whether matmuls are computed in fp8."""
         return self.fp8_backend != "NO"
 
     @property
     def has_fp8_handler(self) -> bool:
-        """Whether Transformer Engine computes matrix products in fp8."""
+        """Whether Transformer Engine computes matmuls in fp8."""
         return self.fp8_backend == "TE"
 
     @property

@@ -598,9 +598,9 @@ def _weights_by_model(
     replaced = [entry for entry in weights_after_hooks if id(entry) not in indices]
     if replaced:
         raise ConfigurationError(
-            "a hook of save_state replaced weights and took out others, so it is unknown which models they belong to",
+            "a hook of save_state replaced and removed weights, so it is unknown which models they belong to",
             found=f"{len(weights_after_hooks)} of {len(weights)} left, {len(replaced)} of them replaced",
-            fix="change weights in place, or take out all and write them in the hook",
+            fix="change weights in place, or remove all of them and write them in the hook",
         )
     return {indices[id(entry)]: entry for entry in weights_after_hooks}
 
@@ -609,8 +609,8 @@ def _missing_weights(path: Path, index: int, model: nn.Module) -> CheckpointErro
     return CheckpointError(
         path,
         None,
-        f"it has no weights of model {index} ({type(model).__name__}): a hook took them out of the state",
-        fix="load them in a hook of register_load_state_pre_hook, and take the model out there: models.remove(model)."
+        f"it has no weights of model {index} ({type(model).__name__}): a hook removed them from the state",
+        fix="load them in a hook of register_load_state_pre_hook, and remove the model there: models.remove(model)."
         " A hook that saves one of several models takes out its own weights: weights.pop(models.index(model))",
     )
 

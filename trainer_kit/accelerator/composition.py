@@ -136,7 +136,7 @@ def plugins(
         deepspeed: DeepSpeed plugins by name, with the launcher's; the first one is used.
 
     Raises:
-        ConfigurationError: an option is given twice, or is none of its kind.
+        ConfigurationError: an option is set twice, or is none of its kind.
     """
     arguments = {
         **arguments,
@@ -151,7 +151,7 @@ def plugins(
     if TorchTensorParallelPlugin in by_class:
         if ParallelismConfig in by_class:
             raise ConfigurationError(
-                "tensor parallelism is given twice",
+                "tensor parallelism is set twice",
                 found="torch_tp_plugin, parallelism_config",
             )
         # From here on only the configuration is read: this plugin is one axis of it.
@@ -216,7 +216,7 @@ def _refuse_plugins(options: Options) -> None:
     names = [kind.__name__ for kind in engines if kind in options]
     if names:
         raise ConfigurationError(
-            "the engine is given twice", found=f"strategy= and {', '.join(names)}"
+            "the engine is set twice", found=f"strategy= and {', '.join(names)}"
         )
 
 
@@ -229,9 +229,9 @@ def _mesh(
         return None
     if engine is not None and not isinstance(engine, FullyShardedDataParallelPlugin):
         raise ConfigurationError(
-            "only FSDP divides parameters on a mesh",
+            "only FSDP shards parameters on a mesh",
             found=f"parallelism_config={config.sizes} and {type(engine).__name__}",
-            fix="leave one out; FSDP (dp_shard_size=) divides what the other axes leave",
+            fix="leave one out; FSDP (dp_shard_size=) shards over the ranks that the other axes leave",
         )
     # Only for its errors: sizes that do not fit the number of processes are refused before the strategy is made.
     resolve_sizes(config.sizes, environment.world_size)
@@ -368,7 +368,7 @@ def resolve_accumulation(
     """
     if plugin is not None and steps not in (None, 1, plugin.num_steps):
         raise ConfigurationError(
-            "accumulation is given twice",
+            "accumulation is set twice",
             found=f"gradient_accumulation_steps={steps} and num_steps={plugin.num_steps}",
         )
     if plugin is None:
@@ -427,7 +427,7 @@ def named_loaders(
     """
     if config is not None and split_batches and not config.split_batches:
         raise ConfigurationError(
-            "split_batches is given twice",
+            "split_batches is set twice",
             found="split_batches=True, and a dataloader_config without it",
             fix="pass DataLoaderConfiguration(split_batches=True) only",
         )

@@ -125,7 +125,7 @@ class Fabric:
         refuse_checkpoint_io(plugins)
         if precision is not None and plugins is not None:
             raise ConfigurationError(
-                "the precision is given twice", fix="pass precision= or plugins="
+                "the precision is set twice", fix="pass precision= or plugins="
             )
         device_type = accelerator_word(accelerator)
         self._forks = strategy in _FORKED

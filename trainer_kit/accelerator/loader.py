@@ -472,7 +472,7 @@ class PreparedLoader:
             if world.rank == 0:
                 warnings.warn(
                     f"the first batch of this {type(self.dataloader).__name__} differs from process to process: it is"
-                    " taken to divide the data by itself, and every process reads all of its batches."
+                    " assumed to shard the data itself, and every process reads all of its batches."
                     " DataLoaderConfiguration(dispatch_batches=True) reads it on the main process only",
                     stacklevel=2,
                 )
@@ -635,7 +635,7 @@ class PreparedLoader:
             raise CheckpointError(
                 "loaders",
                 None,
-                "the loader divides the data itself, and its position is known only for the processes that saved",
+                "the loader shards the data itself, and its position is valid only for the processes that saved it",
                 fix="resume with the same number of processes, or from the end of an epoch",
             )
         if samples != batch * self.total_batch_size:
@@ -688,7 +688,7 @@ class PreparedLoader:
             raise CheckpointError(
                 "the state of a loader",
                 "samples",
-                f"{plural(batch, 'batch')} had {plural(samples, 'sample')}, and would have other ones now",
+                f"{plural(batch, 'batch')} had {plural(samples, 'sample')}, and would have different ones now",
                 fix="resume with as many processes and the same batch size, or by accelerator.load_state",
             )
         self.load_states([state] * self.group.size)
@@ -713,7 +713,7 @@ class PreparedLoader:
             raise CheckpointError(
                 "loaders",
                 "samples",
-                f"{plural(samples, 'sample')} are not a whole number of batches of {size}",
+                f"{plural(samples, 'sample')} do not fill whole batches of {size}",
                 fix="resume with as many processes and batches of the same size, or with a size that divides them",
             )
         return batches

@@ -108,9 +108,9 @@ class AcceleratorState(metaclass=_Recognized):
         current = accelerator.mixed_precision
         if mixed_precision is not None and mixed_precision != current:
             raise ConfigurationError(
-                "the Accelerator was made with another precision",
+                "the Accelerator was created with a different precision",
                 found=f"{mixed_precision!r} after {current!r}",
-                fix="make it with the one, or AcceleratorState._reset_state() before another Accelerator",
+                fix="create it with this precision, or call AcceleratorState._reset_state() before creating another",
             )
         return accelerator
 

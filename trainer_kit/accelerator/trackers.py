@@ -697,7 +697,7 @@ class Trackers:
         has_tracker = hasattr(type(obj), "tracker") or "tracker" in vars(obj)
         if not isinstance(name, str) or not has_tracker:
             raise ConfigurationError(
-                "a tracker has a name and a tracker",
+                "a tracker needs the attributes name and tracker",
                 found=f"{type(obj).__name__} without one of them",
             )
         return obj

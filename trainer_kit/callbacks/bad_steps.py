@@ -78,7 +78,7 @@ class SpikeDetection(Callback):
             )
         if warmup < 0 or not rtol >= 0 or (atol is not None and not atol >= 0):
             raise ConfigurationError(
-                "warmup, atol and rtol are 0 or more",
+                "warmup, atol and rtol must be ≥ 0",
                 found=f"warmup={warmup}, atol={atol}, rtol={rtol}",
             )
         self.mode = mode

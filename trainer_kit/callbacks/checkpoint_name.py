@@ -102,7 +102,7 @@ def _read_fields(template: str) -> Iterator[tuple[str, str | None, str]]:
     for text, field, spec, conversion in Formatter().parse(template):
         spec = spec or ""
         if field == "" or conversion:
-            raise ValueError("a field is a name and perhaps a format")
+            raise ValueError("a field is a name with an optional format")
         if field is not None:
             example: float = 1.0
             if field in ("epoch", "step") or spec.endswith("d"):

@@ -21,7 +21,7 @@ __all__ = ["HealthCheck"]
 class HealthCheck(Callback):
     """Measure every rank before training and every so often, and print which ones are unlike the others.
 
-    Each rank measures a product of matrices (GEMM), copies in memory, an all-reduce, and its link to two other ranks;
+    Each rank measures a matmul (GEMM), copies in memory, an all-reduce, and its link to two other ranks;
     the first rank of each machine also the disk of the run, and room on the disk and in ``/dev/shm``. Clocks and
     versions are compared. A check prints one line if all is well; otherwise a line for each rank that is slow or
     differs, with its host, device, and part of the median of the ranks: below 0.7 for devices, 0.5 for CPUs and links.

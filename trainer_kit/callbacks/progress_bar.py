@@ -729,7 +729,7 @@ class TQDMProgressBar(ProgressBar):
     ) -> None:
         if refresh_rate < 0 or process_position < 0:
             raise ConfigurationError(
-                "a progress bar counts batches and lines from zero up",
+                "refresh_rate and process_position must be ≥ 0",
                 found=f"refresh_rate={refresh_rate}, process_position={process_position}",
             )
         self.refresh_rate = refresh_rate

@@ -137,7 +137,7 @@ class ModelPruning(Callback):
         strategy = trainer.strategy
         if strategy.sharded or strategy.keeps_gradients or strategy.owns_step:
             raise ConfigurationError(
-                "ModelPruning needs whole parameters with their gradients, and this strategy divides or copies them",
+                "ModelPruning needs unsharded parameters with their gradients, but this strategy shards or copies them",
                 found=strategy.describe(),
                 fix='use strategy="ddp"',
             )

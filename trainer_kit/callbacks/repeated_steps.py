@@ -1,4 +1,4 @@
-"""`AutoMicroBatch`, `ReplayCheck`: run a step again, in smaller parts or to compare its results in bits."""
+"""`AutoMicroBatch`, `ReplayCheck`: run a step again, in smaller parts or to compare its results bit for bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["AutoMicroBatch", "ReplayCheck"]
 
 @final
 class ReplayCheck(Callback):
-    """Every so many steps run forward and backward of the step a second time, and compare loss and gradients in bits.
+    """Every so many steps, run forward and backward of a step twice, and compare loss and gradients bit for bit.
 
     A device that computes wrongly without an error (silent data corruption) gives another result; the run then ends
     before that step changes a weight, and the error names rank, device and the first gradient that differs. The second
@@ -29,7 +29,7 @@ class ReplayCheck(Callback):
         every: optimizer steps between two checks. A check costs one more forward and backward.
 
     Raises:
-        ConfigurationError: ``every`` is not a whole number of steps above 0; with manual optimization, and with
+        ConfigurationError: ``every`` is not an integer number of steps above 0; with manual optimization, and with
             optimizers that evaluate the loss again.
         TrainerKitError: in training, where the results differ.
 

@@ -91,7 +91,7 @@ class RichProgressBar(ProgressBar):
         _require_rich(type(self).__name__)
         if refresh_rate < 0:
             raise ConfigurationError(
-                "a progress bar counts batches from zero up",
+                "refresh_rate must be ≥ 0",
                 found=f"refresh_rate={refresh_rate}",
             )
         check_type(

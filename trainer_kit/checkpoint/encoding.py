@@ -659,7 +659,7 @@ class _Decoder:
         if kind is None or not is_named_tuple(kind):
             return ObjectRecord(name, items)
         if len(items) != len(vars(kind)["_fields"]):
-            raise TypeError("it has another number of fields")
+            raise TypeError("it has a different number of fields")
         # Without the constructor, which the class may have replaced.
         return tuple.__new__(kind, items)
 

@@ -187,7 +187,7 @@ def _point_to(target: RemotePath, work: RemotePath) -> None:
         manifest = read_manifest(work)
     except CheckpointError as error:
         raise OSError(
-            f"the uploaded files were read back with another content: {error.reason}"
+            f"the uploaded files were read back with different content: {error.reason}"
         ) from error
     (target / MANIFEST).write_bytes(dump_manifest({**manifest, "within": work.name}))
 

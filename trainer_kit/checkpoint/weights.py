@@ -194,7 +194,7 @@ def _merge_files(
         # Which of the two counts would depend on the order of the files.
         if repeated:
             raise CheckpointError(
-                file, min(repeated), "another file of this directory holds it too"
+                file, min(repeated), "another file in this directory contains it too"
             )
         merged |= entries
     return merged

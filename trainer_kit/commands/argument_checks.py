@@ -63,7 +63,7 @@ def check_file(path: str) -> None:
         # Before it is read: a path may be a checkpoint by mistake.
         if os.path.getsize(path) > _MOST_BYTES:
             raise FileProblem(
-                f"{path}: larger than {_MOST_BYTES // 1000} kB, which no configuration is"
+                f"{path}: larger than {_MOST_BYTES // 1000} kB, the limit for a configuration file"
             )
         with open(path, encoding="utf-8") as file:
             text = file.read()
@@ -156,7 +156,7 @@ def _check_nodes(path: str, root: yaml.Node | None) -> None:
     if root is None:
         return
     if not isinstance(root, yaml.MappingNode):
-        raise FileProblem(f"{path}:1: there must be keys and values at the top")
+        raise FileProblem(f"{path}:1: the top level must map keys to values")
     # An alias of YAML repeats a node: without this set nested aliases would be walked exponentially often.
     visited: set[int] = set()
     pending: list[yaml.Node] = [root]
@@ -168,7 +168,7 @@ def _check_nodes(path: str, root: yaml.Node | None) -> None:
         if node.tag not in yaml.SafeLoader.yaml_constructors:
             tag = shorten(node.tag.replace("tag:yaml.org,2002:", "!!"))
             raise FileProblem(
-                f"{path}:{node.start_mark.line + 1}: {tag}: this tag is not read; a class is a class_path"
+                f"{path}:{node.start_mark.line + 1}: {tag}: this tag is not supported; choose a class with class_path"
             )
         if isinstance(node, yaml.MappingNode):
             _check_mapping_keys(path, node)

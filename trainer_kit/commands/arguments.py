@@ -405,7 +405,7 @@ def _refuse_early_option(prog: str, option: str) -> None:
     """Refuse an option before the command, other than ``--help``."""
     if option.startswith("-") and option not in ("-h", "--help"):
         commands = ", ".join(_COMMANDS)
-        _refuse(f"{prog}: {option}: options stand after the command: {commands}")
+        _refuse(f"{prog}: {option}: options go after the command: {commands}")
 
 
 def _config_files(words: Sequence[str]) -> list[str]:
@@ -492,7 +492,7 @@ def use_optimizer(
         )
     if is_overridden("configure_optimizers", module, TrainModule):
         show(
-            f"--optimizer counts: {type(module).__name__}.configure_optimizers is not called"
+            f"--optimizer is used: {type(module).__name__}.configure_optimizers is not called"
         )
 
     # A function and not an optimizer: parameters are moved or sharded between here and the call.

@@ -146,7 +146,7 @@ def _to_verify(path: Location) -> list[Location]:
 @checkpoint.command("diff")
 @click.argument("a", type=_CHECKPOINT)
 @click.argument("b", type=_CHECKPOINT)
-@click.option("--exit-code", is_flag=True, help="Leave with 1 when they differ.")
+@click.option("--exit-code", is_flag=True, help="Exit with 1 if they differ.")
 def _diff(a: Location, b: Location, exit_code: bool) -> None:
     """Print in which values checkpoints A and B differ, bit by bit; nothing for equal ones."""
     from trainer_kit.checkpoint.compare import diff
@@ -164,7 +164,7 @@ def _diff(a: Location, b: Location, exit_code: bool) -> None:
 @click.option(
     "--format",
     type=click.Choice(["huggingface", "lightning", "safetensors", "torch"]),
-    help="By default the suffix of TARGET decides; none is huggingface.",
+    help="By default chosen by the suffix of TARGET; without one: huggingface.",
 )
 @click.option(
     "--lightning",
@@ -176,7 +176,7 @@ def _diff(a: Location, b: Location, exit_code: bool) -> None:
     "--max-shard-size",
     default="5GB",
     show_default=True,
-    help="Of a file in huggingface's layout.",
+    help="Maximum size of a file in Hugging Face's layout.",
 )
 def _export(
     source: Location, target: Path, format: str | None, max_shard_size: str
@@ -205,7 +205,7 @@ def _import(file: Path, target: str | None) -> None:
         usage = f'fit(ckpt_path="{path}")'
     click.echo(f"{path}: step {info['step']}, epoch {info['epoch']}; {usage}")
     if info["left_out"]:
-        click.echo(f"not taken over: the state of {', '.join(info['left_out'])}")
+        click.echo(f"not imported: the state of {', '.join(info['left_out'])}")
 
 
 @checkpoint.command("repair")
@@ -220,7 +220,7 @@ def _repair(directory: Location) -> None:
             f"set aside as {path.name}: {Path(problem.file).name}: {problem.reason}"
         )
     for path, problem in result.left:
-        click.echo(f"left as it is: {path.name}: {problem.reason}")
+        click.echo(f"left unchanged: {path.name}: {problem.reason}")
     if result.discarded:
         click.echo(f"discarded {plural(result.discarded, 'incomplete save')}")
     newest = ""
@@ -236,7 +236,7 @@ def _repair(directory: Location) -> None:
     "--max-shard-size",
     default="5GB",
     show_default=True,
-    help="Of a file, where OUTPUT is a directory.",
+    help="Maximum size of a file, if OUTPUT is a directory.",
 )
 def merge_weights(directory: Path, output: Path, max_shard_size: str) -> None:
     """Write the weights of many files as one.

@@ -243,7 +243,7 @@ def config(context: click.Context, config_file: Path | None) -> None:
     default="no",
 )
 @click.option("--config_file", "--config-file", type=_FILE, help="Where to write.")
-@click.option("--force", is_flag=True, help="Also over a file that is there.")
+@click.option("--force", is_flag=True, help="Replace an existing file.")
 @click.pass_context
 def _default(
     context: click.Context, mixed_precision: str, config_file: Path | None, force: bool
@@ -253,9 +253,7 @@ def _default(
 
     path = config_file or context.obj or our_default()
     if path.exists() and not force:
-        raise click.ClickException(
-            f"{path} is there and stays as it is; --force replaces it"
-        )
+        raise click.ClickException(f"{path} exists and is kept; --force replaces it")
     _write(path, _basic_configuration(mixed_precision))
     click.echo(f"written: {path}")
 
@@ -306,7 +304,7 @@ def write_basic_config(
     path = Path(save_location)
     # As in Accelerate, whose callers check for False; the command raises instead.
     if path.exists():
-        click.echo(f"{path} is there and stays as it is")
+        click.echo(f"{path} exists and is kept")
         return False
     _write(path, _basic_configuration(precision))
     return path
@@ -317,7 +315,7 @@ def write_basic_config(
     "--config_file",
     "--config-file",
     type=_FILE,
-    help="Which; by default the one that `launch` uses.",
+    help="The file; by default the one that `launch` uses.",
 )
 @click.pass_context
 def _show(context: click.Context, config_file: Path | None) -> None:

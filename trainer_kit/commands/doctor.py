@@ -34,7 +34,7 @@ _TIMEOUT: Final = timedelta(seconds=120)
     "--directory",
     type=FilePath(exists=True, file_okay=False, path_type=Path),
     default=".",
-    help="Of runs.",
+    help="Directory of the runs.",
 )
 @click.option(
     "--devices",
@@ -45,8 +45,8 @@ _TIMEOUT: Final = timedelta(seconds=120)
 def doctor(directory: Path, devices: int | None, as_json: bool) -> None:
     """Check machines and ranks for problems of training.
 
-    Checks versions, devices, drivers, ranks, network, ports, disk, shared memory, limits and the clock; measures matrix
-    products, memory and collectives on every rank, and names ranks that differ from the others. Under a launcher
+    Checks versions, devices, drivers, ranks, network, ports, disk, shared memory, limits and the clock; measures
+    matmuls, memory and collectives on every rank, and names ranks that differ from the others. Under a launcher
     (trainer-kit launch -m trainer_kit doctor, torchrun, srun) it checks the ranks of that launcher. Each line is OK, a
     warning, or something to fix. Exits with 1 if anything is to be fixed, else with 0.
     """

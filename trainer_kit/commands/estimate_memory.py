@@ -109,7 +109,7 @@ def estimate_memory(
     if largest:
         layer = repr(largest)
     click.echo(
-        f"{model}: {shapes.parameters:,} numbers, {shapes.trainable:,} trained; the largest layer is {layer}"
+        f"{model}: {shapes.parameters:,} parameters, {shapes.trainable:,} trainable; largest layer: {layer}"
     )
     table(rows)
     click.echo(
@@ -139,7 +139,7 @@ def _shapes(model: str, args: str, library: str | None, trust_remote_code: bool)
         raise ConfigurationError(
             problem,
             found=model,
-            fix="give package.module:Class, or the path of weights or of a config.json (hf download NAME config.json)",
+            fix="pass package.module:Class, or the path of weights or of a config.json (hf download NAME config.json)",
         )
     return _from_class(model, _mapping(args))
 

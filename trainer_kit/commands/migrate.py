@@ -29,7 +29,7 @@ __all__ = ["migrate"]
 @click.option(
     "--check",
     is_flag=True,
-    help="Print no diff; leave with 1 where something is to be rewritten or found.",
+    help="Print no diff; exit with 1 if anything is to be rewritten or fixed.",
 )
 @click.option(
     "--write", is_flag=True, help="Write the files instead of printing the diff."

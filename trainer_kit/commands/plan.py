@@ -67,7 +67,7 @@ def _numbers(
     type=click.FloatRange(min=0, max=1, min_open=True),
     default=0.5,
     show_default=True,
-    help="Share of the peak that products are assumed to reach.",
+    help="Assumed share of peak FLOP/s for matmuls.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option(

@@ -103,7 +103,7 @@ def captured_fit(
         raise ConfigurationError(
             "the script does not exist",
             found=script,
-            fix="give the path of a Python file",
+            fix="pass the path of a Python file",
         )
     captured: list[CapturedFit] = []
     mains: list[ModuleType] = []

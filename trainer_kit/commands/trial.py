@@ -25,15 +25,20 @@ __all__ = ["trial"]
 
 
 @click.command("test")
-@click.option("--devices", help="How many; on a CPU processes.")
-@click.option("--accelerator", help="cpu, gpu, or what torch calls it.")
-@click.option("--strategy", help="A word, as for the Trainer.")
-@click.option("--precision", help="A word, as for the Trainer.")
+@click.option("--devices", help="Number of devices; on a CPU, of processes.")
+@click.option("--accelerator", help="cpu, gpu, or a device type of torch.")
+@click.option("--strategy", help="As in Trainer(...).")
+@click.option("--precision", help="As in Trainer(...).")
 @click.option(
-    "--config_file", type=FilePath(exists=True), help="As `launch` does with this file."
+    "--config_file",
+    type=FilePath(exists=True),
+    help="Use the configuration in this file, as `launch` does.",
 )
 @click.option(
-    "--timeout", default=180.0, show_default=True, help="Seconds for everything."
+    "--timeout",
+    default=180.0,
+    show_default=True,
+    help="Time limit in seconds for all runs.",
 )
 def trial(
     devices: str | None,
@@ -70,7 +75,7 @@ def trial(
     # Processes of `python -m`: a training that hangs or crashes must not take this command with it.
     starter = [sys.executable, "-m"]
     if file is not None:
-        click.echo(f"    as {file} says")
+        click.echo(f"    using {file}")
         starter += ["trainer_kit", "launch", "--quiet", f"--config_file={file}", "-m"]
     starter.append("trainer_kit.commands.trial_run")
     # One deadline for both runs: the option promises an end after this time.
@@ -106,7 +111,7 @@ def _run(command: list[str], deadline: float, verb: str, timeout: float) -> None
         output, _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         click.echo(
-            f"TIMEOUT  the run that was {verb} did not end: {timeout:g} s are over for all runs{_load()}"
+            f"TIMEOUT  the run that was {verb} did not finish within the {timeout:g} s for all runs{_load()}"
         )
         click.echo(
             f"    try --timeout={3 * timeout:g}; if that is not enough, the run hangs"
@@ -118,7 +123,7 @@ def _run(command: list[str], deadline: float, verb: str, timeout: float) -> None
         _stop(process)
         raise
     if process.returncode:
-        _fail(f"the run that was {verb} left with {process.returncode}", output)
+        _fail(f"the run that was {verb} exited with code {process.returncode}", output)
 
 
 def _stop(process: subprocess.Popen[str]) -> str:

@@ -26,10 +26,10 @@ __all__ = ["verify"]
 @click.argument("script", type=FilePath(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option(
-    "--strategy", help="A word of Trainer(strategy=); by default the script's."
+    "--strategy", help="A value of Trainer(strategy=); by default the script's."
 )
 @click.option(
-    "--precision", help="A word of Trainer(precision=); by default the script's."
+    "--precision", help="A value of Trainer(precision=); by default the script's."
 )
 @click.option(
     "--devices",
@@ -37,7 +37,7 @@ __all__ = ["verify"]
     help="Ranks on this machine; by default the script's.",
 )
 @click.option(
-    "--accelerator", help="A word of Trainer(accelerator=); by default the script's."
+    "--accelerator", help="A value of Trainer(accelerator=); by default the script's."
 )
 @click.option(
     "--steps",

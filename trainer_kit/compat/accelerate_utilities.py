@@ -386,7 +386,7 @@ def find_batch_size(data: Nested) -> int:
     if isinstance(value, Tensor) and value.ndim:
         return value.shape[0]
     raise ConfigurationError(
-        "the first value of a batch is a tensor of one entry a sample",
+        "the first value of a batch must be a tensor with one entry per sample",
         found=repr(value)[:80],
     )
 
@@ -660,7 +660,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     is_yes = value.lower() in _YES
     if not is_yes and value.lower() not in _NO:
         raise ConfigurationError(
-            "this is not a truth value", found=repr(value), fix="write true or false"
+            "expected a boolean", found=repr(value), fix="write true or false"
         )
     if to_bool:
         return is_yes

@@ -298,7 +298,7 @@ class AcceleratorRegistry(Mapping[str, type[LightningAccelerator]]):
         raise ConfigurationError(
             "accelerators cannot be registered",
             found=f"register({name!r})",
-            fix="pass the device type of torch: Trainer(accelerator=...) takes each that torch knows",
+            fix="pass the device type of torch: Trainer(accelerator=...) accepts every device type of torch",
         )
 
 
@@ -362,9 +362,9 @@ def accelerator_word(accelerator: str | LightningAccelerator) -> str:
     # By exact type: a subclass may override what the Trainer would never call.
     if type(accelerator) not in _CLASSES.values():
         raise ConfigurationError(
-            "an accelerator of your own cannot be used",
+            "custom accelerator classes are not supported",
             found=f"accelerator={type(accelerator).__name__}()",
-            fix='pass the device type of torch, such as accelerator="cuda"; every type that torch knows works',
+            fix='pass the device type of torch, such as accelerator="cuda"; every device type of torch works',
         )
     return accelerator.name()
 

@@ -90,10 +90,10 @@ def _adapted(callback: Any) -> Any:
     ]
     if hooks and cls.__bases__ == (object,) and cls.__module__ != "__main__":
         raise ConfigurationError(
-            f"{cls.__name__} has hooks of a callback, but is none",
+            f"{cls.__name__} has callback hooks, but is not a Callback",
             found=f"{cls.__module__}.{cls.__name__}.{hooks[0]}",
             fix="if it is Lightning's callback of another package, install lightning: that package defines its class "
-            "without a base as long as Lightning is missing; a class of your own subclasses trainer_kit.Callback",
+            "without a base as long as Lightning is missing; a custom class subclasses trainer_kit.Callback",
         )
     return callback
 

@@ -249,7 +249,7 @@ def grad_norm(
     order = float(norm_type)
     if not order > 0:
         raise ConfigurationError(
-            "the order of a norm is a positive number", found=f"norm_type={norm_type}"
+            "the order of a norm must be positive", found=f"norm_type={norm_type}"
         )
     norm_tensors = {
         name: p.grad.detach().norm(order)

@@ -80,7 +80,7 @@ class Replaced(NamedTuple):
 def check_fields(record: _DataclassObject) -> None:
     """Compare each field of a dataclass instance with its annotation.
 
-    int accepts the whole numbers of any library, float real numbers, bool also 0 and 1 and numpy's, Path any path
+    int accepts the integers of any library, float real numbers, bool also 0 and 1 and numpy's, Path any path
     object, and list any collection but a string. Elements are compared too.
 
     Raises:

@@ -137,7 +137,7 @@ def steps_of(chosen: Chosen) -> int:
     """Convert a number of micro-batches, which may be the text of a variable, to int.
 
     Raises:
-        ConfigurationError: it is not a whole number.
+        ConfigurationError: it is not an integer.
 
     Example:
         >>> steps_of(Chosen("4", "environment ACCELERATE_GRADIENT_ACCUMULATION_STEPS"))
@@ -150,7 +150,7 @@ def steps_of(chosen: Chosen) -> int:
         return int(chosen.value)
     except (TypeError, ValueError):
         raise ConfigurationError(
-            "gradient_accumulation_steps is a whole number",
+            "gradient_accumulation_steps must be an integer",
             found=f"{chosen.value!r} ({chosen.origin})",
         ) from None
 

@@ -186,7 +186,7 @@ def _describe_sizes(sizes: Sequence[tuple[int | None, str]]) -> str:
     if texts:
         clauses.append(", ".join(texts))
     if unknown:
-        clauses.append(f"sizes known only in the run: {' and '.join(unknown)}")
+        clauses.append(f"known only during the run: {' and '.join(unknown)}")
     return "; ".join(clauses)
 
 
@@ -202,8 +202,8 @@ def cost_lines(costs: Costs, optimizers: Sequence[Optimizer] | None) -> list[str
         >>> alone = Costs(layout="everything is here", parameters=481600, gradients=481600, stepped=list)
         >>> print(*cost_lines(alone, [torch.optim.Adam(layer.parameters())]), sep="\\n")
         layout       everything is here
-        a rank holds 482 kB of parameters, 482 kB of gradients, 963 kB of optimizer state
-        a step sends nothing
+        per rank     482 kB of parameters, 482 kB of gradients, 963 kB of optimizer state
+        per step     no communication
     """
     state = None
     if optimizers is not None:
@@ -217,13 +217,13 @@ def cost_lines(costs: Costs, optimizers: Sequence[Optimizer] | None) -> list[str
         sizes.append((costs.masters, "parameters in full precision"))
     lines = [
         f"layout       {costs.layout}",
-        f"a rank holds {_describe_sizes(sizes)}",
+        f"per rank     {_describe_sizes(sizes)}",
     ]
     if costs.during:
         lines.append(f"{'':<13}{costs.during}")
     if not costs.exchanges:
-        lines.append("a step sends nothing")
-    label = "a step sends"
+        lines.append("per step     no communication")
+    label = "per step"
     for exchange in costs.exchanges:
         lines.append(f"{label:<13}{exchange}")
         # Only the first line has it.

@@ -1,4 +1,4 @@
-"""What the data sheets of accelerators promise: products per second, memory, and the links between devices."""
+"""What the data sheets of accelerators promise: matmul FLOP/s, memory, and the links between devices."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Device:
 
     Attributes:
         name: the words of the driver's name that identify the device.
-        half: TFLOP/s of dense products of 16-bit floats.
-        tf32: TFLOP/s of float32 products with TF32, or of plain ones on devices without TF32.
-        single: TFLOP/s of float32 products.
+        half: TFLOP/s of dense 16-bit matmuls.
+        tf32: TFLOP/s of float32 matmuls with TF32, or of plain ones on devices without TF32.
+        single: TFLOP/s of float32 matmuls.
         memory: GB of device memory; 0 where the driver's name does not tell the variants apart.
         bandwidth: GB/s of device memory.
         link: GB/s, in one direction, from a device to the others of its machine.
@@ -39,7 +39,7 @@ class Device:
         group: how many devices ``link`` joins.
         network: GB/s, in one direction, of each device's share of the network of ``system``.
         system: the machine that ``group`` and ``network`` describe.
-        bf16: whether bfloat16 products are as fast as those of float16.
+        bf16: whether bfloat16 matmuls are as fast as those of float16.
         source: the data sheet.
     """
 
@@ -61,8 +61,8 @@ class Device:
         """The largest FLOP/s in a precision of the Trainer, without sparsity; None where it is not known.
 
         Args:
-            precision: None is known for 64-bit floats, for 8-bit products, and for bf16 on devices that emulate it.
-            tf32: whether float32 products use TF32; None: as torch is set.
+            precision: None is known for 64-bit floats, for 8-bit matmuls, and for bf16 on devices that emulate it.
+            tf32: whether float32 matmuls use TF32; None: as torch is set.
         """
         # "8" finds fp8 and int8.
         if any(name in precision for name in ("64", "8", "transformer-engine")):
@@ -81,7 +81,7 @@ class Device:
 @cache
 def _rows() -> list[Device]:
     # Rates of tensor cores are the dense ones: NVIDIA's sheets give them with sparsity, which is twice as much.
-    # Products of consumer cards are summed in float32. An MI250X is two devices, each with half of what its sheet
+    # Matmuls of consumer cards are summed in float32. An MI250X is two devices, each with half of what its sheet
     # gives. Rates of links are those of one direction: the sheets give the sum of both.
     text = files(__package__).joinpath("device_table.json").read_text("utf-8")
     return [Device(**row) for row in json.loads(text)]
@@ -136,7 +136,7 @@ def device_peak(name: str, precision: str) -> float | None:
 
     Args:
         name: as the driver gives it.
-        precision: of the Trainer. ``32-true`` counts TF32 where torch's float32 products use it.
+        precision: of the Trainer. ``32-true`` counts TF32 where torch's float32 matmuls use it.
 
     Example:
         >>> device_peak("NVIDIA H100 80GB HBM3", "bf16-mixed"), device_peak("an unknown one", "32-true")

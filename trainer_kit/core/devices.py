@@ -74,7 +74,7 @@ def make_current(device: torch.device) -> None:
 
 
 def deterministic_products() -> Callable[[], None]:
-    """Set the cuBLAS workspaces that torch's deterministic mode requires for matrix products on CUDA.
+    """Set the cuBLAS workspaces that torch's deterministic mode requires for matmuls on CUDA.
 
     Returns:
         A function that undoes this. A setting of the user is not changed.

@@ -175,7 +175,7 @@ class _Variables:
             return int(value)
         except ValueError:
             raise LaunchError(
-                f"{name} is not a whole number", found=f"{name}={value}"
+                f"{name} is not an integer", found=f"{name}={value}"
             ) from None
 
 

@@ -216,7 +216,7 @@ class Callback:
         module = RUNNING_MODULE.get()
         if module is None:
             raise ConfigurationError(
-                f"{type(self).__name__}.{call} outside of a Trainer: the value would go nowhere",
+                f"{type(self).__name__}.{call} outside of a Trainer: the value would be discarded",
                 fix="call it inside a hook",
             )
         return module

@@ -236,7 +236,7 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         trainer = self.__dict__["_trainer"]
         if trainer is None:
             rank_zero_warn(
-                f"log({name!r}) outside a Trainer: the value goes nowhere", stacklevel=5
+                f"log({name!r}) outside a Trainer: the value is discarded", stacklevel=5
             )
             return
         trainer.metrics.log(

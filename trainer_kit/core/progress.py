@@ -133,7 +133,7 @@ class Duration:
             )
         if self.unit not in ("s", "dur") and self.value != int(self.value):
             raise DurationError(
-                "this unit is counted in whole numbers",
+                "this unit takes integers only",
                 found=f"{self.value}{self.unit}",
                 fix="round it",
             )

@@ -58,7 +58,7 @@ def seed_everything(
     seed = int(seed)
     if not 0 <= seed < 2**32:
         raise ConfigurationError(
-            "a seed is a whole number from 0 to 2**32 - 1", found=str(seed)
+            "a seed must be an integer from 0 to 2**32 - 1", found=str(seed)
         )
     random.seed(seed)
     np.random.seed(seed)

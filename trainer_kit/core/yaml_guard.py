@@ -152,7 +152,7 @@ class _Sizes:
             isinstance(event, (yaml.ScalarEvent, yaml.CollectionStartEvent))
             and event.anchor in self._names()
         ):
-            raise YamlProblem(line, f"&{event.anchor} is given twice")
+            raise YamlProblem(line, f"&{event.anchor} is set twice")
         if isinstance(event, yaml.CollectionStartEvent):
             if len(self.open) == self.deepest + 1:
                 raise YamlProblem(

@@ -178,9 +178,9 @@ def check_division(division: Division, rank: int, size: int) -> None:
     """Raise `DataError` if the loader divides the data for other ranks than those of the run."""
     if (division.ranks, division.rank) != (size, rank):
         raise DataError(
-            f"this {type(division.part).__name__} divides the data differently from the strategy",
+            f"this {type(division.part).__name__} shards the data differently from the strategy",
             found=f"{plural(division.ranks, 'rank')}, rank {division.rank} on data rank {rank} of {size}",
-            fix="let it divide the data for the data ranks, or pass use_distributed_sampler=False to leave it alone",
+            fix="let it shard the data over the data ranks, or pass use_distributed_sampler=False to leave it alone",
         )
 
 

@@ -185,9 +185,9 @@ class IndexedSource(Source):
         if options.size > 1 and not matches:
             data_rank = f"data rank {options.rank} of {options.size}"
             raise DataError(
-                f"this {kind_of(division.part)} divides the data differently from the strategy",
+                f"this {kind_of(division.part)} shards the data differently from the strategy",
                 found=f"num_replicas={division.ranks}, rank={division.rank} on {data_rank}",
-                fix="leave the sampler out: the Trainer divides the data",
+                fix="leave the sampler out: the Trainer shards the data",
             )
         return order, True
 
@@ -351,9 +351,9 @@ class IndexedSource(Source):
         needs_split = start > 0 or self.options.rank_and_size[1] > 1
         if ignores_split and needs_split and (self.length or 0) > start:
             raise DataError(
-                f"this {kind} does not read its batch sampler, so its data cannot be divided or skipped",
+                f"this {kind} does not read its batch sampler, so its data cannot be sharded or skipped",
                 found=f"{kind}.__iter__ ended without taking one batch of indices",
-                fix="divide the data in the loader itself and pass use_distributed_sampler=False",
+                fix="shard the data in the loader itself and pass use_distributed_sampler=False",
             )
         if split.empty:
             yield MISSING
@@ -482,8 +482,8 @@ class StreamSource(Source):
             raise problem
         if self._divides_itself and self.options.rank == 0:
             warnings.warn(
-                f"the first batch of this {kind_of(self.user_loader)} differs from rank to rank: it is taken to divide"
-                " the data by itself, and every rank reads all of its batches. If it does not, seed it equally on all"
+                f"the first batch of this {kind_of(self.user_loader)} differs from rank to rank: it is assumed to"
+                " shard the data itself, and every rank reads all of its batches. If it does not, seed it equally on all"
                 " ranks; use_distributed_sampler=False omits this comparison",
                 stacklevel=2,
             )

@@ -385,7 +385,7 @@ def _local_speeds(device: torch.device) -> tuple[dict[str, float], dict[str, str
 
 
 def _gemm(device: torch.device) -> tuple[_Work, float]:
-    """A product of matrices, and its floating-point operations."""
+    """A matmul, and its floating-point operations."""
     if device.type != "cpu":
         size = 4096
         dtype = torch.float16

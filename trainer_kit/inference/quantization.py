@@ -46,7 +46,7 @@ class BnbQuantizationConfig:
         load_in_4bit: 4 bits per weight.
         bnb_4bit_quant_type: ``"fp4"`` or ``"nf4"``.
         bnb_4bit_use_double_quant: also quantize the maxima of blocks.
-        bnb_4bit_compute_dtype: of products with 4-bit weights: a dtype, ``"fp32"``, ``"fp16"`` or ``"bf16"``.
+        bnb_4bit_compute_dtype: of matmuls with 4-bit weights: a dtype, ``"fp32"``, ``"fp16"`` or ``"bf16"``.
         torch_dtype: of all other tensors; None: float16 with 8 bits, the compute dtype with 4 bits.
         skip_modules: names of modules that are not quantized; None: the last one, and those that share weights.
         keep_in_fp32_modules: names of modules that are not quantized, and stay in float32.
@@ -89,8 +89,8 @@ class BnbQuantizationConfig:
         self.bnb_4bit_compute_dtype = _resolve_dtype(
             "bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype
         )
-        # The dtypes are the ones with which the products of bitsandbytes return: int8 products return float16, 4-bit
-        # products the compute dtype. Another dtype between the layers would cost a conversion per layer.
+        # The dtypes are the ones with which the matmuls of bitsandbytes return: int8 matmuls return float16, 4-bit
+        # matmuls the compute dtype. Another dtype between the layers would cost a conversion per layer.
         if self.torch_dtype is not None:
             self.torch_dtype = _resolve_dtype("torch_dtype", self.torch_dtype)
         elif self.load_in_8bit:

@@ -223,7 +223,7 @@ def _pairs(reading: _Reading, node: Any, otherwise: str) -> list[tuple[Any, Any]
         if first.id != "scalar" or _content(first) != _content(value):
             raise reading.wrong(
                 _line(key),
-                f"{key.value}: is given twice, first in line {_line(first)}",
+                f"{key.value}: is set twice, first in line {_line(first)}",
             )
     return list(node.value)
 

@@ -34,9 +34,9 @@ def _boolean(text: str) -> bool:
 
 
 def _make_integer_reader(
-    kind: str = "a whole number", low: float = -math.inf, high: float = math.inf
+    kind: str = "an integer", low: float = -math.inf, high: float = math.inf
 ) -> Callable[[str], int]:
-    """Make a reader of whole numbers; the text of its ValueError follows the option's name.
+    """Make a reader of integers; the text of its ValueError follows the option's name.
 
     Example:
         >>> positive("12")
@@ -56,8 +56,8 @@ def _make_integer_reader(
 
 
 _integer: Final = _make_integer_reader()
-_natural: Final = _make_integer_reader("a whole number, 0 or more", 0)
-positive: Final = _make_integer_reader("a whole number, 1 or more", 1)
+_natural: Final = _make_integer_reader("an integer ≥ 0", 0)
+positive: Final = _make_integer_reader("an integer ≥ 1", 1)
 _port: Final = _make_integer_reader("a port, 0 to 65535", 0, 65535)
 
 
@@ -229,17 +229,17 @@ _SWITCH: Final[Mapping[str, Any]] = {"read": _boolean, "switch": True}
 
 _TOP: Final = (
     Option("use_cpu", _boolean, aliases=("cpu",), flags=("--cpu",), switch=True,
-           help="On the CPU; an engine below, or of the file, stays."),
-    Option("multi_gpu", **_SWITCH, help="On several devices of this machine."),
-    Option("use_ddp", **_SWITCH, help="Data parallel, whatever the file says."),
-    Option("use_fsdp", **_SWITCH, help="With FSDP."),
-    Option("use_deepspeed", **_SWITCH, help="With DeepSpeed."),
-    Option("use_megatron_lm", **_SWITCH, help="With Megatron-LM."),
-    Option("tpu", **_SWITCH, help="On the TPUs of this machine, through torch_xla."),
+           help="Run on the CPU; keeps the engine of another flag or of the file."),
+    Option("multi_gpu", **_SWITCH, help="Run on several devices of this machine."),
+    Option("use_ddp", **_SWITCH, help="Use data parallelism, whatever the file says."),
+    Option("use_fsdp", **_SWITCH, help="Use FSDP."),
+    Option("use_deepspeed", **_SWITCH, help="Use DeepSpeed."),
+    Option("use_megatron_lm", **_SWITCH, help="Use Megatron-LM."),
+    Option("tpu", **_SWITCH, help="Run on the TPUs of this machine, through torch_xla."),
     Option("debug", **_SWITCH, help="Check collectives first; each process prints its own values."),
     Option("num_processes", _integer, help="Processes, on all machines together."),
     Option("mixed_precision", words=("no", "fp16", "bf16", "fp8"), help="no, fp16, bf16 or fp8."),
-    Option("gradient_accumulation_steps", _automatic(positive), help="Micro-batches of an optimizer step."),
+    Option("gradient_accumulation_steps", _automatic(positive), help="Micro-batches per optimizer step."),
     Option("gpu_ids", help='Devices of this machine: "0,1", or "all".'),
     Option("num_machines", positive, help="Machines; start this command on each."),
     Option("machine_rank", _natural, help="The number of this machine, from 0."),
@@ -282,7 +282,7 @@ TOP: Final[Mapping[str, Option]] = {option.name: option for option in _TOP}
 SECTIONS: Final[Mapping[str, Mapping[str, Option]]] = {
     "dynamo_config": _section(
         "dynamo_config", "dynamo_",
-        Option("backend", words=_DYNAMO, help="Of torch.compile."),
+        Option("backend", words=_DYNAMO, help="Backend of torch.compile."),
         Option("mode", words=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")),
         Option("use_fullgraph", **_SWITCH),
         Option("use_dynamic", **_SWITCH),

@@ -316,7 +316,7 @@ def _total(
         and options.origin("multi_gpu").startswith("flag")
     ):
         raise ConfigurationError(
-            "--multi_gpu is for several processes",
+            "--multi_gpu needs at least two processes",
             found="1 process",
             fix="leave it out",
         )
@@ -377,7 +377,7 @@ def _environ(options: Resolved, gpu_ids: list[str] | None) -> dict[str, str]:
         visible_ids = ",".join(gpu_ids)
         if environ.get(visible, visible_ids) != visible_ids:
             raise ConfigurationError(
-                "the devices of this machine are given twice",
+                "the devices of this machine are set twice",
                 found=f"{options.describe('gpu_ids')}, {visible}={environ[visible]} ({options.origin('environment')})",
             )
         environ[visible] = visible_ids

@@ -118,7 +118,7 @@ def rerun_command() -> tuple[list[str], list[str]]:
         reason = "a thread other than the main one"
     if reason is not None:
         raise LaunchError(
-            "the program cannot be started again on several processes",
+            "the program cannot be restarted on several processes",
             found=reason,
             fix='move it into a script (python train.py), or use strategy="ddp_notebook"',
         )

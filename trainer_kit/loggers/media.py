@@ -104,7 +104,7 @@ def picture(image: object) -> Image:
         values = values[:, :, 0]
     if not _is_picture(values):
         raise LogError(
-            "this is not a picture",
+            "expected an image",
             found=f"a {type(image).__name__} of shape {tuple(getattr(image, 'shape', ()))}",
             fix="pass a tensor (channels, height, width), an array (height, width, channels), a PIL image or a path",
         )

@@ -366,7 +366,7 @@ class RunLogger(ABC, Generic[_Run]):
             caption: one text for each.
 
         Raises:
-            LogError: one of them is not a picture.
+            LogError: one of them is not an image.
             ConfigurationError: the number of captions differs from the number of pictures.
         """
         # Only lists and tuples hold several: an array or a tensor is one picture, and iterates over its rows.

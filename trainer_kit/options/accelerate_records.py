@@ -67,7 +67,7 @@ def translated_record(value: Any) -> Any:
         return value
     if record_class.__name__ in _ENGINES:
         raise ConfigurationError(
-            f"this {record_class.__name__} is Accelerate's, which sets up an engine when it is made",
+            f"this {record_class.__name__} is Accelerate's, which sets up an engine in its constructor",
             found=f"{record_class.__module__}.{record_class.__name__}",
             fix=_ENGINES[record_class.__name__],
         )

@@ -101,7 +101,7 @@ class TERecipeKwargs(FP8Recipe):
 
         if any(self.override_linear_precision):
             raise PrecisionError(
-                "Transformer Engine no longer supports matrix products in higher precision",
+                "Transformer Engine no longer supports matmuls in higher precision",
                 found=f"override_linear_precision={self.override_linear_precision}",
                 fix="leave it out",
             )

@@ -30,7 +30,7 @@ class TorchTensorParallelConfig:
     """Options of tensor parallelism.
 
     Attributes:
-        enable_async_tp: accepted without effect: matrix products and communication do not overlap.
+        enable_async_tp: accepted without effect: matmuls and communication do not overlap.
     """
 
     enable_async_tp: bool = False

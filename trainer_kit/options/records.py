@@ -271,7 +271,7 @@ class ProfileKwargs(KwargsHandler):
         record_shapes: record the shapes of inputs.
         profile_memory: record allocations.
         with_stack: record file and line of each operation.
-        with_flops: estimate the floating-point operations of matrix products and convolutions.
+        with_flops: estimate the floating-point operations of matmuls and convolutions.
         with_modules: record the module hierarchy of operations.
         output_trace_dir: where each process writes a Chrome trace.
 
@@ -679,9 +679,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     seed = arguments["seed"]
     # torch.manual_seed also takes negative numbers, numpy's generators do not.
     if not isinstance(seed, Integral | None) or (seed or 0) < 0:
-        raise ConfigurationError(
-            "seed must be a whole number from 0", found=f"seed={seed!r}"
-        )
+        raise ConfigurationError("seed must be an integer ≥ 0", found=f"seed={seed!r}")
 
 
 _RECORDS: Final = {

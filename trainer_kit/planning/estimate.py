@@ -32,7 +32,7 @@ class Assumptions:
     """What an estimate assumes beyond the data sheet.
 
     Attributes:
-        efficiency: the share of the device's peak that the model's products reach.
+        efficiency: the share of the device's peak that the model's matmuls reach.
         bandwidth: the share of memory, link and network bandwidths that is reached.
         latency: seconds that each collective takes beside its bytes.
         launch: seconds from the launch of one operator to that of the next, in Python and the driver. A step takes no
@@ -72,7 +72,7 @@ class Estimate:
 
     Attributes:
         seconds: of a step: the largest of ``compute``, ``hidden`` and ``launching``, plus all other parts.
-        compute: of products, with the bubble of a pipeline.
+        compute: of matmuls, with the bubble of a pipeline.
         launching: of launching every operator.
         hidden: of collectives that overlap with computation.
         exposed: of collectives that computation waits for.
@@ -164,7 +164,7 @@ def estimate_step(
         model_flops = measured.flops
     samples_per_second = 0.0
     mfu = 0.0
-    # A step without a product, for example of a module that only returns its input, has no time to divide by.
+    # A step without a matmul, for example of a module that only returns its input, has no time to divide by.
     if seconds:
         samples_per_second = step_samples(candidate) / seconds
         mfu = model_flops / (seconds * peak)

@@ -383,9 +383,7 @@ def fake_batch(
         if isinstance(value, Tensor):
             return resize_tensor(value)
         if not isinstance(value, MutableMapping):
-            raise TypeError(
-                f"a batch with a {type(value).__name__} cannot be made in another size"
-            )
+            raise TypeError(f"a batch with a {type(value).__name__} cannot be resized")
         # A batch of transformers, which has its own method ``to``.
         copied: Any = copy.copy(value)
         for key, entry in value.items():

@@ -219,7 +219,7 @@ def _run(
     inexact = _inexact(module, accelerator, roles)
     if len(roles) > 1:
         notes.append(
-            "of the stages, traffic and operations are those of the one that has most"
+            "traffic and operations are those of the pipeline stage with the most"
         )
     return Measured(
         candidate=candidate,
@@ -258,7 +258,7 @@ def _inexact(module: nn.Module, accelerator: str, roles: Sequence[Role]) -> list
     reasons = list(lines)
     if unknown:
         names = ", ".join(sorted(unknown))
-        reasons.append(f"what the CPU's kernels of {names} allocate could not be found")
+        reasons.append(f"what the CPU kernels of {names} allocate is unknown")
     if accelerator == "cpu":
         return reasons
     # Only a CPU's kernel is known here (oneDNN); cuDNN saves a reserve space of its own layout.
@@ -283,7 +283,7 @@ def _notes(
 ) -> list[str]:
     """What is not in the memory of a step, and what users can change."""
     if accelerator == "cpu":
-        notes = ["fragmentation and the memory of libraries are not in it"]
+        notes = ["not counted: fragmentation, and the memory of libraries"]
     else:
         notes = _accelerator_notes(accelerator, with_workspaces)
     strategy = strategy_for(candidate)
@@ -302,17 +302,19 @@ def _notes(
                 f"models of transformers read {names}: measured as padded or packed, even a mask of ones"
             )
     if candidate.offload and accelerator == "cpu":
-        notes.append("host memory is the device's on a CPU: offload saves nothing")
+        notes.append(
+            "on a CPU, host and device memory are the same: offload saves nothing"
+        )
     elif candidate.offload:
         notes.append(
-            "copies between host and device memory, of one unit at a time, are not in it"
+            "not counted: copies between host and device memory, of one unit at a time"
         )
     return notes
 
 
 def _accelerator_notes(accelerator: str, with_workspaces: Collection[str]) -> list[str]:
     notes = [
-        "fragmentation, the workspace of kernels and the memory of libraries are not in it"
+        "not counted: fragmentation, the workspace of kernels, and the memory of libraries"
     ]
     if with_workspaces:
         names = ", ".join(sorted(with_workspaces))
@@ -361,11 +363,11 @@ def _calculated(
         gradients = shard_bytes(trained) // ranks
         if costs is None:
             notes.append(
-                f"{type(strategy).__name__} declares no costs: a rank is taken to hold everything"
+                f"{type(strategy).__name__} declares no costs: a rank is assumed to hold everything"
             )
         else:
             notes.append(
-                f"each of {plural(ranks, 'rank')} is taken to hold an equal part of the model"
+                f"each of {plural(ranks, 'rank')} is assumed to hold an equal part of the model"
             )
     else:
         weights = costs.parameters
@@ -378,7 +380,7 @@ def _calculated(
             state = optimizer_bytes(optimizers, costs)
     if state is None:
         state = _ADAM_STATES * gradients
-        notes.append("the optimizer is taken to be Adam")
+        notes.append("the optimizer is assumed to be Adam")
     # Master weights in float32, which mixed-precision engines keep beside the 16-bit ones.
     if costs is not None:
         state += costs.masters

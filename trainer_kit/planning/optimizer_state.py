@@ -95,7 +95,7 @@ def state_of(optimizers: Iterable[Optimizer]) -> tuple[int, tuple[str, ...]]:
         # By name: the libraries need not be installed, and importing one may start a device.
         name = type(optimizer).__name__
         size = _SIZES.get(name)
-        line = f"the state of {name} is calculated, and what its step allocates is not in it"
+        line = f"the state of {name} is calculated, and what its step allocates is not counted"
         if size is None:
             size = _plain(2)
             line = f"the state of {name} is unknown, assumed Adam's"

@@ -243,7 +243,7 @@ def _worlds(
         )
     if global_batch is not None and global_batch < 1:
         raise ConfigurationError(
-            "the global batch has at least one sample",
+            "the global batch needs at least one sample",
             found=f"global_batch={global_batch}",
         )
     return worlds
@@ -261,9 +261,9 @@ def _check_planned_module(trainer: Session, module: Any) -> Any:
         running = f"a process group of {plural(dist.get_world_size(), 'rank')}"
     if running:
         raise ConfigurationError(
-            "a plan needs a process in which nothing runs",
+            "a plan needs an idle process",
             found=running,
-            fix="plan in a process of its own, before the first fit: trainer-kit plan train.py",
+            fix="plan in a separate process, before the first fit: trainer-kit plan train.py",
         )
     return module
 
@@ -322,12 +322,10 @@ def _uncounted(strategy: Strategy | None) -> tuple[str, ...]:
     notes: list[str] = []
     if strategy.comm_hook is not None:
         notes.append(
-            "the communication hook of DDPStrategy is not in it: its buffers and state, and the bytes that it saves"
+            "the communication hook of DDPStrategy is not counted: its buffers and state, and the bytes that it saves"
         )
     if strategy.local_sgd is not None:
-        notes.append(
-            "local SGD is not in it: the step that is measured exchanges gradients"
-        )
+        notes.append("local SGD is not counted: the measured step exchanges gradients")
     return tuple(notes)
 
 
@@ -409,7 +407,7 @@ def _global_batch(
     samples = trainer.settings.global_batch_size
     if samples is not None:
         notes.append(
-            f"{plural(samples, 'sample')} a step, as global_batch_size says; accumulation follows"
+            f"{plural(samples, 'sample')} a step, from global_batch_size; accumulation follows"
         )
         return samples
     devices = arguments.get("devices", "auto")
@@ -464,7 +462,7 @@ def _notes(rows: Sequence[Row], samples: int, strategy: Strategy | None) -> list
         if count != samples:
             notes.append(
                 f"{plural(world, 'rank has', 'ranks have')} {plural(count, 'sample')} a step, and not "
-                f"{samples}: each has one or more, all equally many"
+                f"{samples}: every rank has the same number, at least 1"
             )
     return notes
 
@@ -612,7 +610,7 @@ def _estimate_notes(
 ) -> list[str]:
     peaks = ", ".join(_describe_peak(device, precision) for precision in precisions)
     notes = [
-        f"step: products at {assumptions.efficiency:.0%} of the peak, "
+        f"step: matmuls at {assumptions.efficiency:.0%} of peak FLOP/s, "
         f"memory and links at {assumptions.bandwidth:.0%} of theirs, "
         f"{1e6 * assumptions.latency:g} us for each collective; "
         f"launches take at least {1e6 * assumptions.launch:g} us an operator",
@@ -635,4 +633,4 @@ def _describe_peak(device: Device, precision: str) -> str:
     if "32" not in precision:
         return f"{precision} {rate}"
     matmul = torch.get_float32_matmul_precision()
-    return f"{precision} {rate} (float32 products are {matmul!r})"
+    return f"{precision} {rate} (float32 matmul precision: {matmul!r})"

@@ -167,16 +167,12 @@ def real_batch(batch: Batch, samples: int, size: int) -> Batch:
                 return value.detach().clone()
             # Nodes of a graph, for example: no rows belong to one sample.
             if dimension is None and rows_are_shared:
-                raise TypeError(
-                    "a batch whose samples share rows cannot be made in another size"
-                )
+                raise TypeError("a batch whose samples share rows cannot be resized")
             if dimension is None:
                 return value.detach().clone()
             return value.detach().index_select(dimension, torch.arange(samples) % size)
         if not isinstance(value, MutableMapping):
-            raise TypeError(
-                f"a batch with a {type(value).__name__} cannot be made in another size"
-            )
+            raise TypeError(f"a batch with a {type(value).__name__} cannot be resized")
         duplicate: Any = copy.copy(value)
         for key, item in value.items():
             duplicate[key] = map_leaves(item, resized)

@@ -195,7 +195,7 @@ class _Search:
             offload=offload,
         )
         if self._peak(candidate) is None:
-            reason = f"no rate of {precision} products is known for this device"
+            reason = f"the peak rate of {precision} matmuls is unknown for this device"
             yield _unranked_row(candidate, None, reason)
             return
         row = self._row(candidate)
@@ -411,7 +411,7 @@ class _Search:
         """The step of a single micro-batch, of which two were run.
 
         It need not be run where the step of the whole batch, which was, shows that collectives do not depend on the
-        size of a micro-batch, and products on nothing else.
+        size of a micro-batch, and matmuls on nothing else.
         """
         candidate = measured.candidate
         single = replace(candidate, accumulate=1)

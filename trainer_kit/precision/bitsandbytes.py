@@ -36,7 +36,7 @@ _OUTLIER: Final = 6.0
 class BitsandbytesPrecision(ConvertedPrecision):
     """Frozen linear layers store 4 or 8 bits per weight; trained layers (adapters) are not changed.
 
-    With ``"int8-training"`` the weights of trained layers stay floats, and each product quantizes them. Quantized
+    With ``"int8-training"`` the weights of trained layers stay floats, and each matmul quantizes them. Quantized
     weights are frozen parameters, stored as plain tensors: checkpoints hold them exactly, and a checkpoint of floats is
     quantized layer by layer while it is loaded.
     Source: Dettmers et al., QLoRA, NeurIPS 2023; https://huggingface.co/docs/bitsandbytes.
@@ -44,7 +44,7 @@ class BitsandbytesPrecision(ConvertedPrecision):
     Args:
         mode: ``"nf4"``, ``"fp4"``, either with ``"-dq"`` (the maxima of blocks are quantized too), ``"int8"`` or
             ``"int8-training"``.
-        dtype: of the products with 4-bit weights; None: the dtype of their inputs.
+        dtype: of the matmuls with 4-bit weights; None: the dtype of their inputs.
         ignore_modules: names of modules whose layers stay, as in Lightning; added to ``exceptions``.
         base: the precision of everything else: ``"bf16-mixed"``, ``"bf16-true"``, ``"32-true"``, or an object.
         exceptions: modules whose layers stay; see `trainer_kit.precision.Exceptions`.
@@ -85,7 +85,7 @@ class BitsandbytesPrecision(ConvertedPrecision):
         self.dtype = dtype
 
     def options(self) -> str:
-        """The dtype of products."""
+        """The dtype of matmuls."""
         return f"dtype={self.dtype}"
 
     def exchange(self, module: nn.Module, exempt: list[str]) -> None:
@@ -245,7 +245,7 @@ class _Linear4bit(_QuantizedLinear):
         return tensors
 
     def forward(self, input: Tensor) -> Tensor:
-        # The state is made again for each product: engines may have gathered or replaced the parameters since.
+        # The state is created again for each matmul: engines may have gathered or replaced the parameters since.
         bnb = _import()
         self._move_codes(self.weight.device)
         nested_state = None
@@ -332,7 +332,7 @@ class _QuantizingLinear(nn.Linear):
 
 def _multiply(layer: nn.Linear, input: Tensor, **options: object) -> Tensor:
     bnb = _import()
-    # A new state for each product: an old one would keep the weights of the window's first micro-batch.
+    # A new state for each matmul: an old one would keep the weights of the window's first micro-batch.
     state = bnb.MatmulLtState()
     state.is_training = layer.training
     for name, value in options.items():

@@ -37,7 +37,7 @@ forward_pre_hooks: Final[Callable[[nn.Module], dict[int, Callable[..., object]]]
     attrgetter("_forward_pre_hooks")
 )
 
-# One matrix product in float8. It only finds out whether the device has such products, of which torch has no list.
+# One matmul in float8: fp8 support is detected by trying it, since torch has no list of devices.
 # Without it the first step would fail in torchao, after the set-up.
 scaled_matmul: Final[Callable[..., Tensor]] = find_private(
     "torch._scaled_mm", 'precision="fp8"'

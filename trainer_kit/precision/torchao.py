@@ -1,4 +1,4 @@
-"""torchao: products in float8, and quantization-aware training."""
+"""torchao: matmuls in float8, and quantization-aware training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["Float8Precision", "QATPrecision"]
 
 _INSTALL: Final = "pip install 'trainer-kit[torchao]'"
 _MULTIPLE: Final = 16
-"""Both sizes of a weight are multiples of it for fp8 matrix products."""
+"""Both sizes of a weight are multiples of it for fp8 matmuls."""
 
 
 @final
@@ -44,7 +44,7 @@ class Float8Precision(ConvertedPrecision):
         base: ``"bf16-mixed"``, ``"bf16-true"`` or ``"32-true"``, or an object.
         ends: whether the first and the last linear layer are exchanged too, in the order of ``named_modules``.
         module_filter: called with each linear layer and its name; returns whether to exchange it.
-        emulate: compute the same results in the dtype of the inputs, on a device without float8 products.
+        emulate: compute the same results in the dtype of the inputs, on a device without float8 matmuls.
         config: torchao's configuration, in place of ``recipe``.
         exceptions: modules whose linear layers stay; see `trainer_kit.precision.Exceptions`.
 
@@ -75,7 +75,7 @@ class Float8Precision(ConvertedPrecision):
             self.config = replace(self.config, emulate=True)
 
     def check_vendor(self, device: torch.device) -> None:
-        """Try one product: each release of torch adds devices, and offers no list of them."""
+        """Try one matmul: each release of torch adds devices, and offers no list of them."""
         if self.config.enable_fsdp_float8_all_gather:
             raise PrecisionError(
                 "FSDP's all-gather in float8 is not supported",
@@ -85,7 +85,7 @@ class Float8Precision(ConvertedPrecision):
             )
         if self.config.emulate:
             return
-        # The smallest product that the kernels accept.
+        # The smallest matmul that the kernels accept.
         matrix = torch.zeros(16, 16, device=device).to(torch.float8_e4m3fn)
         scale = torch.ones((), device=device)
         try:
@@ -98,7 +98,7 @@ class Float8Precision(ConvertedPrecision):
             )
         except (RuntimeError, NotImplementedError) as error:
             raise PrecisionError(
-                f"a device of type {device.type!r} here does not support float8 matrix products",
+                f"a device of type {device.type!r} here does not support float8 matmuls",
                 found=str(error).splitlines()[0],
                 fix='use precision="bf16-mixed"; or Float8Precision(emulate=True), which is slower, with the'
                 " same results",
@@ -112,7 +112,7 @@ class Float8Precision(ConvertedPrecision):
         """Exchange linear layers for torchao's; parameters stay the same objects.
 
         Raises:
-            PrecisionError: for weights whose sizes fp8 products do not support.
+            PrecisionError: for weights whose sizes fp8 matmuls do not support.
         """
         from torchao.float8 import convert_to_float8_training
         from torchao.float8.float8_linear import Float8Linear
@@ -146,7 +146,7 @@ class Float8Precision(ConvertedPrecision):
         }
         if unsupported:
             raise PrecisionError(
-                f"float8 matrix products need weight sizes that are multiples of {_MULTIPLE}",
+                f"float8 matmuls need weight sizes that are multiples of {_MULTIPLE}",
                 found=", ".join(list(unsupported.values())[:8]),
                 fix=f"pass exceptions={list(unsupported)}, or use sizes that are",
             )

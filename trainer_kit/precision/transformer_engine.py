@@ -23,7 +23,7 @@ from trainer_kit.precision.native import NativePrecision
 
 __all__ = ["TransformerEnginePrecision"]
 
-# Its matrix products need in_features that are a multiple of the one, and out_features of the other.
+# Its matmuls need in_features that are a multiple of the one, and out_features of the other.
 _COLUMNS: Final = 16
 _ROWS: Final = 8
 _NOT_NVIDIA: Final = ("cpu", "mps", "xpu", "xla")
@@ -32,7 +32,7 @@ _HISTORIES: Final = ("scaling_fwd", "scaling_bwd")
 
 @final
 class TransformerEnginePrecision(ConvertedPrecision):
-    """Linear layers and layer norms are Transformer Engine's, and their products are in fp8.
+    """Linear layers and layer norms are Transformer Engine's, and their matmuls are in fp8.
 
     The recipe decides how scales are computed. Delayed scaling keeps a history of maxima in each layer, which the
     ``state_dict`` of this precision holds as plain tensors, in place of the pickle that Transformer Engine would put
@@ -95,7 +95,7 @@ class TransformerEnginePrecision(ConvertedPrecision):
         """Exchange linear layers and layer norms for Transformer Engine's; parameters stay the same objects.
 
         Raises:
-            PrecisionError: for linear layers whose sizes its products do not support.
+            PrecisionError: for linear layers whose sizes its matmuls do not support.
         """
         if self.replace_layers:
             self._replace(module, exempt)

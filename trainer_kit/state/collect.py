@@ -613,18 +613,18 @@ def _convert_position(
         raise CheckpointError(
             "progress",
             "epoch_batch",
-            f"{plural(batches, 'batch')} of {size_before} are not a whole number of batches of {size_now}",
+            f"{plural(batches, 'batch')} of {size_before} do not fill whole batches of {size_now}",
             fix="resume with the same number of ranks and samples per batch, or use global_batch_size",
         )
     hint = ""
     if not global_batch_size and stride[0][0] == "samples":
-        hint = "; global_batch_size= keeps what a step is made of"
+        hint = "; global_batch_size= keeps the samples of a step"
     trained = plural(
         batches, f"batch of {size_before} was", f"batches of {size_before} were"
     )
     run.say(
         f"continuing at batch {position} of the epoch: {trained} trained on,"
-        f" they are of {size_now} now{hint}"
+        f" batches have {size_now} now{hint}"
     )
     progress.epoch_batch = position
 

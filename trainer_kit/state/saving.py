@@ -261,7 +261,7 @@ def abandon_save(run: Fit) -> None:
         if not run.strategy.sharded:
             raise
         run.say(
-            f"save of step {save.step} ended with another rank: {type(error).__name__}"
+            f"save of step {save.step} ended, as another rank failed: {type(error).__name__}"
         )
         return
     timed_out = _timed_out(outcome)
@@ -270,7 +270,7 @@ def abandon_save(run: Fit) -> None:
             continue
         if timed_out:
             run.say(
-                f"save of step {save.step} ended with another rank: {failure.reason}"
+                f"save of step {save.step} ended, as another rank failed: {failure.reason}"
             )
         else:
             _report_failure(run, save, locate(path), failure)

@@ -305,11 +305,11 @@ def _scheduler_config(
     # Users give these as strings and numbers, which the dataclass does not check.
     if config.interval not in ("epoch", "step"):
         raise ConfigurationError(
-            f"{source}: interval is 'epoch' or 'step'", found=repr(config.interval)
+            f"{source}: interval must be 'epoch' or 'step'", found=repr(config.interval)
         )
     if not isinstance(config.frequency, int) or config.frequency < 1:
         raise ConfigurationError(
-            f"{source}: frequency is a whole number from 1",
+            f"{source}: frequency must be an integer ≥ 1",
             found=repr(config.frequency),
         )
     if not callable(getattr(scheduler, "step", None)):

@@ -1,4 +1,4 @@
-"""Runs windows twice: in smaller parts where memory ran out, or unchanged, to compare the gradients in bits."""
+"""Runs windows twice: in smaller parts where memory ran out, or unchanged, to compare the gradients bit for bit."""
 
 from __future__ import annotations
 

@@ -151,14 +151,14 @@ class DDPStrategy(Strategy):
             raise StrategyError(
                 "this process is not in the process group that trains",
                 found=f"rank {dist.get_rank()} of the world",
-                fix="make the strategy, and Fabric or Accelerator with it, on the ranks of the group alone",
+                fix="create the strategy, and the Fabric or Accelerator that uses it, only on the ranks of the group",
             )
         self.world = join_world(self.device, self.backend, self.timeout)
         if self.process_group is not None:
             backends = str(dist.get_backend_config(self.process_group))
             if "gloo" not in backends:
                 raise StrategyError(
-                    "the process group has no side on the CPU, which the processes agree through",
+                    "the process group has no CPU backend, which the ranks need for control messages",
                     found=backends,
                     fix='init_process_group("cpu:gloo,cuda:nccl"), or TorchCollective().setup()',
                 )

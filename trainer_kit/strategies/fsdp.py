@@ -575,12 +575,12 @@ class FSDPStrategy(Strategy):
                 f"gradients: reduce-scatter over {plural(shards, 'rank')}{when}"
             )
         if copies > 1:
-            lines.append(f"their parts: all-reduce over {copies} copies{when}")
+            lines.append(f"their shards: all-reduce over {copies} replicas{when}")
         unsharded = [p for p in module.parameters() if p not in sharded]
         ranks = shards * copies
         if ranks > 1 and any(p.requires_grad for p in unsharded):
             lines.append(
-                f"gradients of what stays whole: all-reduce over {plural(ranks, 'rank')}"
+                f"gradients of unsharded parameters: all-reduce over {plural(ranks, 'rank')}"
             )
         return lines
 
@@ -604,7 +604,7 @@ class FSDPStrategy(Strategy):
         if self._reshards is False:
             facts.append("gathered until backward")
         if self.cpu_offload:
-            facts.append("parts in host memory")
+            facts.append("shards in host memory")
         return ", ".join(facts)
 
 

@@ -101,7 +101,7 @@ def mesh_from_launcher(
         }
     except ValueError:
         raise ConfigurationError(
-            "sizes of parallelism_config are whole numbers",
+            "sizes of parallelism_config must be integers",
             found=str(dict(options)),
         ) from None
     # An axis of one rank does nothing. Replicas alone are what DDP does without one.

@@ -528,7 +528,7 @@ class MeshStrategy(Strategy):
         if divided:
             layouts.append(self._describe_shard([module]))
         elif sizes["tp"] * sizes["pp"] > 1:
-            layouts.append("how much is known when a run has divided the module")
+            layouts.append("the sizes are known once a run has sharded the module")
             return replace(
                 data_costs,
                 layout="; ".join(layouts),

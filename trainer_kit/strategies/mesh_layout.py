@@ -71,11 +71,11 @@ def _wrong_number(
     if not has_open_axis:
         fix = f"launch {plural(ranks, 'process')}, or leave one axis at -1"
         return StrategyError(
-            f"the mesh has {ranks} places but {launched}", found=mesh_text, fix=fix
+            f"the mesh needs {ranks} ranks, but {launched}", found=mesh_text, fix=fix
         )
     nearest = ranks * max(1, round(processes / ranks))
     return StrategyError(
-        f"the mesh has {ranks} places or a multiple but {launched}",
+        f"the mesh needs {ranks} ranks or a multiple, but {launched}",
         found=mesh_text,
         fix=f"launch {plural(nearest, 'process')}",
     )
@@ -91,7 +91,7 @@ def check_sizes(sizes: Mapping[str, int]) -> None:
         is_whole = isinstance(size, int) and not isinstance(size, bool)
         if not is_whole or (size < 1 and size != -1):
             raise StrategyError(
-                "the size of a mesh axis is a whole number that is at least 1",
+                "the size of a mesh axis must be an integer ≥ 1",
                 found=f"{axis}={size!r}",
             )
     open_axes = [axis for axis, size in sizes.items() if size == -1]

@@ -116,14 +116,14 @@ class ModelParallelStrategy(Strategy):
                 continue
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise StrategyError(
-                    "the size of an axis is a whole number that is at least 1, or 'auto'",
+                    "the size of an axis must be an integer ≥ 1, or 'auto'",
                     found=f"{axis}_size={size!r}",
                 )
         if not save_distributed_checkpoint:
             raise StrategyError(
-                "checkpoints of divided modules are written in shards",
+                "checkpoints of parallelized modules are sharded",
                 found="save_distributed_checkpoint=False",
-                fix="leave it out: a checkpoint in shards loads under any strategy, trainer-kit checkpoint export"
+                fix="leave it out: a sharded checkpoint loads under any strategy, trainer-kit checkpoint export"
                 " writes whole weights",
             )
         if timeout is None:
@@ -218,7 +218,7 @@ class ModelParallelStrategy(Strategy):
         """
         if not is_overridden("configure_model", module, TrainModule):
             raise StrategyError(
-                "ModelParallelStrategy needs a module that divides itself",
+                "ModelParallelStrategy needs a module that parallelizes itself",
                 found=f"{type(module).__name__} has no configure_model",
                 fix="define it, and call parallelize_module or fully_shard there; or use"
                 " MeshStrategy(dp_shard=..., tp=...), which does not need it",
@@ -326,7 +326,7 @@ class ModelParallelStrategy(Strategy):
                 not_averaged.append(name)
         if on_unknown_mesh:
             raise StrategyError(
-                "parameters are divided over a mesh that does not belong to this strategy",
+                "parameters are sharded over a mesh that does not belong to this strategy",
                 found=_list_names(on_unknown_mesh),
                 fix='pass self.device_mesh["tensor_parallel"] or self.device_mesh["data_parallel"]',
             )
@@ -423,7 +423,7 @@ class ModelParallelStrategy(Strategy):
         exchanges = []
         if tensor > 1:
             exchanges.append(
-                f"activations of divided layers: among {plural(tensor, 'tensor rank')}, forward and backward"
+                f"activations of split layers: among {plural(tensor, 'tensor rank')}, forward and backward"
             )
         if shards > 1:
             exchanges.append(
@@ -439,7 +439,7 @@ class ModelParallelStrategy(Strategy):
                 module, f"{layout}; {describe_shard([module])}", exchanges
             )
         if ranks > 1:
-            layout += "; how much is known when a run has divided the module"
+            layout += "; the sizes are known once a run has sharded the module"
             return replace(
                 shard_costs(module, layout, exchanges), parameters=None, gradients=None
             )

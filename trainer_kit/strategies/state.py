@@ -429,7 +429,7 @@ def _check_prepared(
         ]
     if unprepared:
         raise StrategyError(
-            f"an optimizer steps parameters that were not prepared for {engine}: each rank would train its own",
+            f"an optimizer steps parameters that were not prepared for {engine}: each rank would train a separate copy",
             found=f"{len(unprepared)} of the {plural(count, 'parameter')} of {type(optimizer).__name__}, the first of"
             f" shape {list(unprepared[0].shape)}",
             fix="create the layer before the model is prepared, as a part of it; or prepare the module that has it too",

@@ -136,7 +136,7 @@ def run_distributed(
             # A failed rank's own error says more than that the others still wait for it.
             if not ranks.wait(timeout) and not ranks.failures:
                 raise RankError(
-                    f"{len(ranks.running)} of {plural(world_size, 'rank')} were not done after {timeout:g} s",
+                    f"{len(ranks.running)} of {plural(world_size, 'rank')} did not finish within {timeout:g} s",
                     found=_stacks(ranks.running, Path(directory)),
                 )
             return ranks.results()

@@ -143,7 +143,7 @@ class EntryPoint:
         if isinstance(loaders, DataModule):
             if datamodule is not None:
                 raise ConfigurationError(
-                    "the datamodule is given twice", fix="pass it only as datamodule="
+                    "the datamodule is set twice", fix="pass it only as datamodule="
                 )
             loaders, datamodule = None, loaders
         check_datamodule(datamodule)

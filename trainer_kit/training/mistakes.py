@@ -24,10 +24,10 @@ _COLLATE: Final = (
 )
 _UNPACK: Final = "a step takes a batch as one argument: x, y = batch; lists become tensors in the loader's collate_fn"
 _DTYPE: Final = (
-    "weights are float32, data from NumPy or a table often float64 or whole numbers: convert them with .float(),"
+    "weights are float32, data from NumPy or a table often float64 or integers: convert them with .float(),"
     ' or train with precision="64-true"'
 )
-_CLASSES: Final = "the loss takes the numbers of classes as whole numbers: y.long()"
+_CLASSES: Final = "the loss takes class indices as integers: y.long()"
 _SCALAR: Final = (
     "the loss, and a value that .item() reads, is one number: use its .mean()"
 )

@@ -110,6 +110,6 @@ def _max_restarts() -> int:
     value = os.environ.get(_MAX_RESTARTS, "0")
     if not value.isdigit():
         raise LaunchError(
-            f"{_MAX_RESTARTS} is not a whole number", found=f"{_MAX_RESTARTS}={value}"
+            f"{_MAX_RESTARTS} is not an integer", found=f"{_MAX_RESTARTS}={value}"
         )
     return int(value)

@@ -62,7 +62,7 @@ class Settings:
         is_number = isinstance(value, int) and not isinstance(value, bool)
         if value is not None and not (is_number and value >= -1):
             raise ConfigurationError(
-                f"{name} must be a whole number of at least -1",
+                f"{name} must be an integer ≥ -1",
                 found=f"fit_loop.{name} = {value!r}",
                 fix="pass -1 for no limit",
             )
@@ -312,7 +312,7 @@ def _length(
 def _clip(value: float | None, algorithm: str | None) -> tuple[float, str] | None:
     if value is not None and not _is_clip_value(value):
         raise ConfigurationError(
-            "gradient_clip_val is a number from 0", found=repr(value)
+            "gradient_clip_val must be a number ≥ 0", found=repr(value)
         )
     if algorithm not in (None, "norm", "value"):
         raise ConfigurationError(
@@ -338,7 +338,7 @@ def _check_minimum(name: str, value: object, minimum: int) -> None:
         if isinstance(value, str):
             fix = _suggest_number(name, value)
         raise ConfigurationError(
-            f"{name} must be a whole number from {minimum}", found=repr(value), fix=fix
+            f"{name} must be an integer ≥ {minimum}", found=repr(value), fix=fix
         )
 
 
@@ -367,7 +367,7 @@ def _fraction(name: str, value: object) -> int | float:
     raise ConfigurationError(
         f"{name} must be a number of batches or a fraction",
         found=repr(value),
-        fix="pass an int from 0, or a float from 0.0 to 1.0",
+        fix="pass an int ≥ 0, or a float from 0.0 to 1.0",
     )
 
 

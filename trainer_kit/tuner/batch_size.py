@@ -181,7 +181,7 @@ class SizeSearch:
             raise ConfigurationError(
                 "an argument of the batch size search is wrong",
                 found=f"mode={mode!r}, steps_per_trial={steps_per_trial}, init_val={init_val}, max_trials={max_trials}",
-                fix='use mode="power" or "binsearch", and whole numbers from 1',
+                fix='use mode="power" or "binsearch", and integers ≥ 1',
             )
         if not 0 <= margin < 1 or max_val < init_val:
             raise ConfigurationError(

@@ -59,20 +59,18 @@ class BitChecks:
         run = self._runs.train(saves=saves)
         repeated = self._runs.train()
         finding = self._finding("repeat", run, repeated, 0)
-        self._checks.add("twice", finding, "a second run is equal in bits")
+        self._checks.add("twice", finding, "a second run is bit-identical")
         if resumes:
             resumed = self._runs.train(resumes=self._checkpoint)
             finding = self._finding("resume", run, resumed, middle)
-            text = (
-                f"from step {middle}: equal in bits to the run that was not interrupted"
-            )
+            text = f"from step {middle}: bit-identical to the uninterrupted run"
             self._checks.add("resume", finding, text)
         else:
             self._checks.skip("resume", "needs at least two steps")
         if validates:
             validated = self._runs.train(validates=True)
             finding = self._finding("validation", run, validated, 0)
-            self._checks.add("validation", finding, "after each step: equal in bits")
+            self._checks.add("validation", finding, "bit-identical after each step")
         else:
             self._checks.skip("validation", "no validation loader")
 
@@ -147,7 +145,7 @@ def _all_same_bits(values: Sequence[Tensor], other_values: Sequence[Tensor]) -> 
 def _first_output(
     run: list[Record], other_run: list[Record], step: int
 ) -> tuple[str, str]:
-    """The first module whose output differs in bits, and what else is known."""
+    """The first module whose output is not bit-identical, and what else is known."""
     for record, other in zip(run, other_run, strict=True):
         for key, micro in sorted(record.micros.items()):
             other_micro = other.micros.get(key)

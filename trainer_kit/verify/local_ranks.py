@@ -166,7 +166,7 @@ class _Turns:
             raise RankError(
                 "a thread that is not a rank uses torch.distributed",
                 found=threading.current_thread().name,
-                fix="let ranks be processes: verify without local",
+                fix="use processes as ranks: verify without local",
             )
         return rank
 

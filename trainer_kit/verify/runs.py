@@ -618,7 +618,7 @@ class Runs:
             raise ConfigurationError(
                 "runs in this process train copies of the module, the loaders and the strategy; one cannot be copied",
                 found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
-                fix="let ranks be processes, which need no copies: verify without local",
+                fix="use processes as ranks, which need no copies: verify without local",
             ) from error
         trainer.use_strategy(copies["strategy"], copies["alternative"])
         trainer.set_callbacks(copies["callbacks"])

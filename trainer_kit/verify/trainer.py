@@ -165,7 +165,7 @@ class PlainTrainer:
             raise ConfigurationError(
                 "verify cannot compare a step that gathers values of ranks that share their data",
                 found="all_gather",
-                fix="verify with a strategy that gives each rank data of its own",
+                fix="verify with a strategy that gives each rank different data",
             )
         return self._gather(data, sync_grads)
 

@@ -114,7 +114,7 @@ def _refuse_threads(trainer: Session) -> None:
     raise ConfigurationError(
         "runs in this process take turns on the CPU, with a strategy of torch",
         found=configuration,
-        fix='let ranks be processes: verify without local; accelerator="cpu" needs no other device',
+        fix='use processes as ranks: verify without local; accelerator="cpu" needs no other device',
     )
 
 
@@ -207,7 +207,7 @@ class _Verifier:
         if run is None:
             return
         if _same_weights(run[0], float32):
-            text = "one device, float32: equal to the plain loop in bits"
+            text = "one device, float32: bit-identical to the plain loop"
             self._checks.add(_LOOP, None, text)
             return
         # Only now: where bits are equal the run in float64 is saved.

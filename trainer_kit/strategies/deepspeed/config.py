@@ -86,7 +86,7 @@ def read_config(
         return copy.deepcopy(dict(config))
     if not isinstance(config, (str, os.PathLike)):
         raise ConfigurationError(
-            "DeepSpeed's configuration is a path or a dict",
+            "DeepSpeed's configuration must be a path or a dict",
             found=f"config={config!r}",
         )
     path = os.path.expanduser(config)
@@ -102,7 +102,7 @@ def read_config(
         raise ConfigurationError(f"{path} is not JSON", found=str(error)) from error
     if not isinstance(content, dict):
         raise ConfigurationError(
-            f"{path} holds no JSON object", found=type(content).__name__
+            f"{path} does not contain a JSON object", found=type(content).__name__
         )
     return content
 
@@ -467,9 +467,9 @@ class Sections:
         from_json = getattr(self, section)
         if from_json is not None:
             raise StrategyError(
-                f"DeepSpeed's JSON names the {section}, and so does the script",
+                f"both DeepSpeed's JSON and the script define the {section}",
                 found=f"{from_json[0]!r}, and {type(from_script).__name__}",
-                fix=f'take "{section}" out of the JSON; or configure none, or Dummy{_SECTIONS[section]}, in the script',
+                fix=f'remove "{section}" from the JSON; or use none, or Dummy{_SECTIONS[section]}, in the script',
             )
 
 

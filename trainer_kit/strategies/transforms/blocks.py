@@ -265,7 +265,7 @@ def _disable_caches(module: nn.Module) -> list[_ModelConfig]:
         config.use_cache = False
     if with_cache:
         warnings.warn(
-            "activation checkpointing switches the cache of keys and values off: "
+            "activation checkpointing disables the cache of keys and values: "
             f"{type(with_cache[0]).__name__}.use_cache is False as long as activations are recomputed (in a fit, or for"
             " good with an Accelerator); pass use_cache=True to generate meanwhile",
             stacklevel=2,

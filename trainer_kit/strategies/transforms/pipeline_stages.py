@@ -654,7 +654,7 @@ def _refuse_placeholders(values: object, subject: str) -> None:
     if any(isinstance(leaf, _Placeholder) for leaf in tree_leaves(values)):
         raise StrategyError(
             f"{subject} depends on what another stage of the pipeline computed",
-            found="more than what one block hands to the next crosses the border between two stages",
+            found="something other than the output of one block crosses the boundary between two stages",
             fix="pass it on through the blocks; or name the module it comes from in PipelinePlan(first=, last= or "
             "everywhere=), where the order in which the model defines its modules is not that in which it calls them",
         )

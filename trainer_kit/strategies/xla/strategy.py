@@ -113,7 +113,7 @@ class XLAStrategy(Strategy):
             raise StrategyError(
                 "sharded weights need one process for all devices",
                 found=f"{plural(xr.local_process_count(), 'process')} on this machine",
-                fix="start the script by itself, without torch_xla.launch",
+                fix="run the script directly, without torch_xla.launch",
             )
         if spmd and not launched:
             self._start_spmd(count)
@@ -186,7 +186,7 @@ class XLAStrategy(Strategy):
             raise StrategyError(
                 "manual optimization on XLA needs one process for all devices",
                 found=f"{plural(self.world.size, 'process')}",
-                fix="start the script by itself, without torch_xla.launch",
+                fix="run the script directly, without torch_xla.launch",
             )
         self.place_module(module, precision)
         self._parameters = list(module.parameters())
