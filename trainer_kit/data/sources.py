@@ -483,8 +483,8 @@ class StreamSource(Source):
         if self._divides_itself and self.options.rank == 0:
             warnings.warn(
                 f"the first batch of this {kind_of(self.user_loader)} differs from rank to rank: it is assumed to"
-                " shard the data itself, and every rank reads all of its batches. If it does not, seed it equally on all"
-                " ranks; use_distributed_sampler=False omits this comparison",
+                " shard the data itself, and every rank reads all of its batches. If it does not, seed it equally on"
+                " all ranks; use_distributed_sampler=False omits this comparison",
                 stacklevel=2,
             )
         return chain(first, iterator)
