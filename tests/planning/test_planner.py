@@ -553,7 +553,7 @@ def test_a_plan_inside_a_fit_and_on_a_rank_is_refused(monkeypatch):
         "enable_checkpointing": False,
     }
     with pytest.raises(
-        ConfigurationError, match="nothing runs\n  found: a running fit"
+        ConfigurationError, match="needs an idle process\n  found: a running fit"
     ):
         Trainer(callbacks=[Planning()], **run).fit(Net(32, 2), loader(width=32))
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch replaces it
@@ -562,7 +562,7 @@ def test_a_plan_inside_a_fit_and_on_a_rank_is_refused(monkeypatch):
     try:
         with pytest.raises(
             ConfigurationError,
-            match="nothing runs\n  found: a process group of 1 rank\n  fix:   plan",
+            match="needs an idle process\n  found: a process group of 1 rank\n  fix:   plan",
         ):
             planned()
     finally:

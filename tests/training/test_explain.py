@@ -336,7 +336,7 @@ def test_every_engine_has_a_picture(strategy, ranks, axis, samples):
 
 def test_a_picture_with_a_module_says_what_a_rank_holds_and_sends():
     picture = trainer(strategy="ddp", devices=2).explain(Net(), loader(), format="svg")
-    assert "per rank     8 B of parameters" in picture
+    assert "per rank 8 B of parameters" in picture
     assert "gradients: all-reduce over 2 ranks" in picture
     assert picture._repr_svg_() == str(picture), "a notebook shows it"
 

@@ -102,8 +102,10 @@ def notebook_launcher(
     if mixed_precision != "no":
         environment["TRAINER_KIT_MIXED_PRECISION"] = str(mixed_precision)
     if processes > 1:
+        # Accelerate's name: its PartialState and programs for notebooks read it.
         environment["FORK_LAUNCHED"] = "1"
     with patch_environment(**environment):
+        # One process runs in the notebook itself, where it may use a device afterwards.
         if processes > 1:
             _check_imports()
             return _run_with_restarts(run, max_restarts)

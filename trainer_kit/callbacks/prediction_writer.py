@@ -292,6 +292,7 @@ def _columns(prediction: StepOutput, indices: Sequence[Any] | None) -> _Columns:
     for name, value in items:
         columns[str(name)] = _as_array(value)
     counts = {name: _length(value) for name, value in columns.items()}
+    # Rows of a table: without the check, values would be written beside the indices of other samples.
     if None in counts.values() or len(set(counts.values())) > 1:
         texts = []
         for name, count in counts.items():

@@ -152,6 +152,7 @@ def codec(
             fix="pass both; without them the attributes of an object are stored",
         )
     name = type_name(kind)
+    # Under its import path, which is what a checkpoint stores: the class may be registered before its file is read.
     _REGISTERED[name] = kind
     if isinstance(kind, type):
         restore = from_plain or partial(object_from_attributes, kind)

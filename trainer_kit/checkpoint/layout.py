@@ -374,6 +374,7 @@ class Assembled(Mapping[str, Tensor]):
         # Not zeroed: `read_layout` has checked that the chunks cover every element.
         tensor = torch.empty(layout.shape, dtype=layout.dtype, device=self._device)
         for chunk in layout.chunks:
+            # Views into the whole tensor: a chunk is copied to its place without a second tensor of that size.
             target = tensor
             for dim, offset in enumerate(chunk.offsets):
                 target = target.narrow(dim, offset, chunk.sizes[dim])

@@ -388,6 +388,7 @@ def read_divided(
     }
     absent = elsewhere or {}
     with ExitStack() as stack:
+        # Errors are raised on all ranks: one that cannot open a file would leave the others waiting in the reads.
         source = ranks.each(lambda: _open_source(stack, path, parts))
 
         def make_template() -> dict[str, Any]:
@@ -755,6 +756,7 @@ def _check_boxes(tensors_by_rank: list[list[Any]]) -> None:
                     # Several ranks may hold the same box: it counts once.
                     tensor_chunks.add(Chunk(tuple(offsets), tuple(sizes), "", ""))
     for name, tensor_chunks in chunks.items():
+        # Any dtype will do: only shapes are checked.
         layout = TensorLayout(torch.float32, shapes[name], tuple(tensor_chunks))
         check_cover("the state to fill", name, layout)
 

@@ -446,6 +446,7 @@ def list_devices(
     kind = _resolve(accelerator)
     wanted = _read(devices)
     if kind == "cpu":
+        # One process by default: its threads use all cores.
         if wanted == "all":
             return [0]
         if isinstance(wanted, list):

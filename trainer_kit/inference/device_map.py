@@ -457,6 +457,7 @@ def infer_auto_device_map(
         for device, size in get_max_memory(max_memory).items()
         if device != "disk"
     }
+    # Before anything is assigned: no device can compute a unit that is larger than it, wherever it is stored.
     _check_largest(units, room)
     devices = _assign_devices(units, room, fallback_allocation)
     device_map: dict[str, int | str] = {}

@@ -202,6 +202,7 @@ class LayerHooks:
         names: dict[int, list[str]] = {}
         for _, _, tensor in self.slots:
             source = tensor.source
+            # A tied tensor that another layer has read already is on the device.
             if source is not None and not tensor.is_lent(self.device):
                 sources[id(source)] = source
                 names.setdefault(id(source), []).append(tensor.name)

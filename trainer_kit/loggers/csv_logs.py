@@ -336,6 +336,7 @@ class _Table:
             try:
                 rows = list(reader)
                 steps_are_whole = all(row["step"].isdigit() for row in rows)
+            # No column of steps, a row that ends before it (None has no isdigit), or no CSV at all.
             except (KeyError, AttributeError, csv.Error):
                 steps_are_whole = False
             names = list(reader.fieldnames or ["step"])

@@ -550,6 +550,7 @@ class Metrics:
         logged_names = set(self.callback)
         for entry in recorded:
             logged_names.update(entry.present_values())
+        # Only what callbacks have stored there themselves: logged values come back with their entries.
         put_in_by_callbacks = {
             name: value
             for name, value in self._callback_metrics.items()

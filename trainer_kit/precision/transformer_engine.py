@@ -124,6 +124,7 @@ class TransformerEnginePrecision(ConvertedPrecision):
             for name, layer in layers.items()
             if isinstance(layer, nn.Linear) and _has_unsupported_size(layer)
         }
+        # All at once and before any layer is replaced: the module stays as it was, and one fix names every exception.
         if unsupported:
             raise PrecisionError(
                 f"Transformer Engine needs in_features in multiples of {_COLUMNS}, out_features of {_ROWS}",

@@ -426,6 +426,7 @@ def _event_marks(events: list[Event]) -> list[Mark]:
         step = _number(event.get("step"))
         text = str(event.get("text", ""))
         stage = str(event.get("stage", ""))
+        # Only fits count: a validation after a fit is no restart.
         if kind == "start" and stage == "fit":
             fits += 1
             verb = "started"

@@ -324,8 +324,10 @@ class Guard:
         if self._raises or len(self._left_out) >= self._max_skips:
             raise self._final_error(problem, cause)
         self._found_step = True
+        # The step that failed may be the same one again, which counts as one skip.
         if step not in self._left_out:
             self._left_out.append(step)
+        # No earlier than the oldest kept state: steps before it can no longer be repeated.
         self._first = max(self._states[0].step + 1, step - self._back)
         run.windows.leave_out(range(self._first, step + 1))
         self._rewrite_checkpoints(run)

@@ -285,6 +285,7 @@ class WindowLoader:
 
     def _load_one(self, items: list[Any], start: int) -> Window | None:
         """A faster `_load_together` for a window of one batch with a known number of samples."""
+        # The usual case of a step without accumulation, which pays for none of its arithmetic.
         if len(items) != 1 or items[0] is MISSING or self._measure is not None:
             return self._load_together(items, start)
         samples = self.feed.samples(start)
@@ -304,6 +305,7 @@ class WindowLoader:
             batches=[batch],
             sizes=[samples],
             weights=[size],
+            # None: the window then multiplies no loss, which would cost a kernel.
             factors=None if factor == 1.0 else [factor],
             count=1,
             first=start,

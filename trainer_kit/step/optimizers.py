@@ -179,6 +179,7 @@ def check_parameters(
             id(parameter) not in parameters_of_module for parameter in parameters
         )
         name, owner = type(optimizer).__name__, type(module).__name__
+        # All foreign is a mistake; some may be parameters of a loss or of a second model that the user keeps.
         if parameters and foreign == len(parameters):
             raise ConfigurationError(
                 f"{name} updates parameters that do not belong to {owner}",
@@ -260,6 +261,7 @@ def _optimizer_and_schedulers(
         return value, []
     if not isinstance(value, Mapping) or "optimizer" not in value:
         fix = "return an optimizer, a list, or a dict with 'optimizer'"
+        # A list is an optimizer's and a scheduler's, in two lists; one list of both is the usual mistake.
         if isinstance(value, (LRScheduler, ReduceLROnPlateau)):
             fix = "return [optimizer], [scheduler]"
         raise ConfigurationError(

@@ -57,6 +57,7 @@ class TensorGroup:
         """Reduce over the ranks into a new tensor; ``op`` is sum, mean, min or max."""
         reduced = tensor.detach().clone(memory_format=torch.contiguous_format)
         has_mean = reduced.is_floating_point() or reduced.is_complex()
+        # The mean of integers has a fraction.
         if op == "mean" and not has_mean:
             reduced = reduced.to(torch.get_default_dtype())
         reduce_ops = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}

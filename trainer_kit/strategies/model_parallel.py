@@ -114,6 +114,7 @@ class ModelParallelStrategy(Strategy):
         for axis, size in self._sizes.items():
             if size == "auto":
                 continue
+            # True is an int, and would mean a size of 1.
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise StrategyError(
                     "the size of an axis must be an integer ≥ 1, or 'auto'",

@@ -106,6 +106,7 @@ def _with_saved_dtype(saved: Any, loaded: Any) -> Any:
     if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
         if saved.dtype == loaded.dtype:
             return loaded
+        # torch casts floating-point state to the dtype of its parameter. A copy, because `saved` may be loaded again.
         return saved.detach().to(loaded.device, copy=True)
     if isinstance(saved, Mapping) and isinstance(loaded, dict):
         restored = dict(loaded)

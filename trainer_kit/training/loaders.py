@@ -115,6 +115,7 @@ def evaluation_feeds(
     """This rank's share of every evaluation loader, and how many micro-batches are read from each."""
     name = NAMES[stage]
     limit = settings.limits[name]
+    # As in Lightning: overfitting validates on as many batches as it trains on.
     if settings.overfit and stage == "validate":
         limit = settings.overfit
     feeds = [
@@ -125,6 +126,7 @@ def evaluation_feeds(
             seed=seed,
             shard=settings.shard,
             reproducible=settings.reproducible,
+            # Predictions are returned in the order of the dataset.
             ordered=True,
             agree=group.agree,
         )

@@ -410,6 +410,7 @@ def lr_find(
     """
     check_call(method, dataloaders)
     test = RangeTest(min_lr, max_lr, num_training, mode, early_stop_threshold)
+    # Asked before the search: a missing attribute must not be an error after minutes of training.
     if update_attr:
         attribute_of(model, attr_name)
     curve: LearningRates = on_processes(

@@ -188,6 +188,7 @@ class Judge:
                 loss_text = (
                     f"{name} is {loss:.6g}, and {expected:.6g} in the plain loop"
                 )
+                # The text of the largest difference: one line is enough to look for the cause.
                 largest, text = max((largest, text), (excess, loss_text))
         if largest <= 1:
             return None

@@ -206,6 +206,7 @@ def with_arguments(
 def _fill_offload(zero: JsonObject, key: str, wanted: bool) -> None:
     """Write into a section whether something is offloaded; refuse an offload that the stage does not have."""
     section = zero.get(key)
+    # First, since what follows compares the device with the argument.
     if isinstance(section, dict) and section.get("device") == "auto":
         section["device"] = "cpu" if wanted else "none"
     if wanted and section is None:
@@ -289,6 +290,7 @@ def fill_config(config: SavedState, facts: RunFacts) -> JsonObject:
 def _check_consistency(config: SavedState, facts: RunFacts) -> None:
     """Refuse a JSON that differs from the run."""
     contradictions: list[_Contradiction] = []
+    # All contradictions in one error: users correct the file once.
     for key, name, run_value in _values_of_run(facts):
         json_value = _as_number(config.get(key))
         if json_value is None or run_value is None:
@@ -296,6 +298,7 @@ def _check_consistency(config: SavedState, facts: RunFacts) -> None:
         if json_value != run_value:
             contradictions.append((key, json_value, name, run_value))
     for key, precisions in _HALF_PRECISIONS.items():
+        # "auto" follows the run.
         enabled = config.get(key, {}).get("enabled", "auto")
         if enabled != "auto" and bool(enabled) != (facts.precision in precisions):
             contradictions.append(
@@ -485,6 +488,7 @@ def _read_section(
     written = section.get("type") if isinstance(section, Mapping) else section
     kind: str | None = None
     if isinstance(section, Mapping) and isinstance(written, str):
+        # DeepSpeed compares names without regard to case.
         by_lower = {known_type.lower(): known_type for known_type in options_of_types}
         kind = by_lower.get(written.lower())
     if kind is None:

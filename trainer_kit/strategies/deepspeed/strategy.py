@@ -377,6 +377,7 @@ class DeepSpeedStrategy(Strategy):
                 found=type(optimizer).__name__,
                 fix="prepare both together: model, optimizer = accelerator.prepare(model, optimizer)",
             )
+        # DeepSpeed creates the state again in its own layout: moments of earlier steps would be lost.
         if optimizer.state:
             raise StrategyError(
                 "this optimizer has been stepped already",

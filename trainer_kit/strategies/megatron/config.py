@@ -191,6 +191,7 @@ def optimizer_options(optimizer: Optimizer, distributed: bool = False) -> Keywor
         for key in ("amsgrad", "maximize", "nesterov", "dampening")
         if group.get(key)
     ]
+    # By exact type: a subclass may step in another way.
     if type(optimizer) is torch.optim.SGD and distributed:
         raise StrategyError(
             "Megatron's distributed optimizer does not support SGD",
@@ -204,6 +205,7 @@ def optimizer_options(optimizer: Optimizer, distributed: bool = False) -> Keywor
         return {
             **options,
             "optimizer": "adam",
+            # An option of torch's Adam; AdamW always decays in this way.
             "decoupled_weight_decay": type(optimizer) is torch.optim.AdamW or decoupled,
             "adam_beta1": first,
             "adam_beta2": second,

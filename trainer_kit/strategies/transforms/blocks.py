@@ -115,6 +115,7 @@ def _select_by_size(module: nn.Module, min_size: int) -> dict[str, nn.Module]:
     selected: dict[str, nn.Module] = {}
     # The parameters of selected modules: those around them count what is left.
     counted: set[int] = set()
+    # From the inside out: named_modules yields a module before those inside of it.
     for name, submodule in reversed(list(module.named_modules())):
         if submodule is module or not _is_candidate(submodule):
             continue

@@ -470,6 +470,7 @@ def with_positions(plan: ContextPlan, batch: Batch, part: int = 0) -> Batch:
     if key is None or not isinstance(batch, Mapping) or key in batch:
         return batch
     dim = plan.dims
+    # By name of a tensor: all of them are parts of one sequence, so any of its dimensions has the length.
     if not isinstance(dim, int):
         dim = next(iter(dim.values()))
     tensors = [value for value in batch.values() if isinstance(value, Tensor)]

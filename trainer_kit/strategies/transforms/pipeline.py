@@ -533,11 +533,13 @@ class Pipeline:
         keys = [_shapes_of(batch) for batch in batches]
         count = len(keys)
         changes = [True] * count
+        # A schedule is made for batches of one shape, so it ends where a shape changes.
         for index in range(1, count):
             changes[index] = keys[index] != keys[index - 1]
         unknown = [key not in self._shapes for key in keys]
         seeds = self._draw_seeds()
         flags = self.ties.training_flags()
+        # One exchange for everything: each of them costs a step of the pipeline a wait.
         rows = self.world.agree([seeds[0], *changes, *unknown, *flags])
         self.ties.agree_on_trained([row[1 + 2 * count :] for row in rows])
         self._seed = int(rows[self._source_rank][0])

@@ -110,12 +110,14 @@ def lay_out(model: nn.Module, plan: PipelinePlan, stages: int) -> Layout:
         for name in names:
             block = model.get_submodule(name)
             sizes.append(_count_parameters(block))
+        # An embedding or a head may be larger than several blocks: its stage then gets fewer of them.
         for name, stage in outer_modules.items():
             outer_module = _get_part(model, name)
             sizes[stage] += _count_parameters(outer_module)
         starts = _balance(sizes, stages)
     owners: dict[str, int] = {}
     for name, stage in outer_modules.items():
+        # -1 is the last stage, whatever their number.
         owners[name] = stage % stages
     blocks: list[list[str]] = []
     stops = [*starts[1:], len(names)]
@@ -167,6 +169,7 @@ def _find_container(
                 f"split_points: no block {point!r}", fix=did_you_mean(point, names)
             )
     starts = [0, *(names.index(point) for point in points)]
+    # Also refuses a block that is named twice, which would make an empty stage.
     if sorted(set(starts)) != starts:
         raise StrategyError(
             "split_points names its blocks out of order", found=", ".join(points)

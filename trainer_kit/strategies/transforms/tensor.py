@@ -264,6 +264,7 @@ def _check_sizes(
             )
         value = getattr(layer, attribute)
         _check_divisible(f"{name}.{attribute}", value, size, "pad it to a multiple")
+    # Only configurations whose layers the plan splits: a vision tower beside a split decoder keeps its heads.
     for name, submodule in module.named_modules():
         prefix = f"{name}." if name else ""
         if not any(layer_name.startswith(prefix) for layer_name in styles):
