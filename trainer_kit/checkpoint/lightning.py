@@ -88,6 +88,7 @@ def import_lightning(
         ['manifest.json', 'state.json']
     """
     source = Path(file)
+    # On the CPU: the devices of the run that wrote the file may not exist here.
     content = torch_load(source, "cpu")
     if not isinstance(content, dict) or not {_VERSION, "state_dict"} <= content.keys():
         raise CheckpointError(
@@ -117,6 +118,7 @@ def import_lightning(
         "step": progress["step"],
         "left_out": sorted(content.get("callbacks") or ()),
     }
+    # Beside the file: the checkpoint of "last.ckpt" is the directory "last".
     if target is None:
         target = source.with_suffix("")
     return write_checkpoint(target, state, info=info)
@@ -200,6 +202,7 @@ def _progress(loop: Mapping[str, Any]) -> dict[str, int]:
     # A file of Lightning 1 has other keys: the caller turns the KeyError into advice.
     batches = loop["epoch_loop.batch_progress"]
     epochs = loop["epoch_progress"]["current"]
+    # Lightning counts an epoch as started before its first batch, and as processed after its last hook.
     is_running = epochs["processed"] < epochs["started"]
     has_ended = is_running and batches["is_last_batch"]
     optimizers = loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
@@ -208,6 +211,7 @@ def _progress(loop: Mapping[str, Any]) -> dict[str, int]:
     manual_steps = manual_progress["total"]["completed"]
     batch = batches["total"]["processed"]
     step, epoch_batch = automatic_steps, 0
+    # Lightning's step counts each call of an optimizer's step() there, of which one batch may have several.
     if manual_steps and not automatic_steps:
         step = batch
     if is_running and not has_ended:
@@ -227,6 +231,7 @@ def _name_by_group(saved: Mapping[str, Any]) -> _Content:
     for group_index, group in enumerate(saved["param_groups"]):
         group_names = []
         for index, parameter in enumerate(group["params"]):
+            # Lightning's file has numbers only; the names say that a parameter is found by its place in the optimizer.
             names[parameter] = f"group{group_index}.{index}"
             group_names.append(names[parameter])
         groups.append({**group, "params": group_names})
@@ -252,6 +257,7 @@ def to_lightning(state: Mapping[str, Any]) -> _Content:
         _VERSION: _WRITTEN_VERSION,
         **{name: value for name, value in state.items() if name not in RUN_PARTS},
         "hparams_name": state.get("hparams_name", "kwargs"),
+        # Only the repr of a masked value is known, which is no argument that a constructor could use.
         "hyper_parameters": {
             name: value for name, value in hparams.items() if not _is_masked(value)
         },
@@ -281,6 +287,7 @@ def _run_entries(state: Mapping[str, Any]) -> _Content:
     }
     if state["precision"]:
         entries[_SCALE_ENTRIES[0]] = state["precision"]
+    # Entries of weight averaging, under the names of Lightning's callback.
     for name in ("averaging_state", "current_model_state"):
         if name in state:
             entries[name] = state[name]
@@ -299,6 +306,7 @@ def _fit_loop(progress: Mapping[str, int]) -> _Content:
     if epoch_batch:
         epochs["ready"] += 1
         epochs["started"] += 1
+    # Manual steps too: Lightning reads the one that its module uses.
     step = {"total": _counts(progress["step"]), "current": _counts(0)}
     return {
         "epoch_progress": {"total": epochs, "current": dict(epochs)},
@@ -334,6 +342,7 @@ def _number_parameters(saved: Mapping[str, Any]) -> _Content:
     state = {
         numbers[name]: values
         for name, values in saved["state"].items()
+        # Without parameters that the groups no longer contain, which Lightning's optimizer would refuse.
         if name in numbers
     }
     return {"state": state, "param_groups": groups}

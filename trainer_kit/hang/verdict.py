@@ -136,6 +136,7 @@ class Report:
         """
         if group not in self.groups:
             return None
+        # The recorder keeps the last calls only: an older one is not found.
         for call_number, name, amount in self.groups[group]["calls"]:
             if call_number == number:
                 return name, amount
@@ -198,6 +199,7 @@ def find_culprits(
         size: the number of ranks.
     """
     silent = [rank for rank in range(size) if rank not in answers]
+    # First: nothing else is known of a rank that does not answer, and the others may all wait for it.
     if silent:
         return name_silent(silent, answers, last_words)
     # The most certain causes come first: a rank that has left, or one in another collective, waits for nothing.
@@ -213,6 +215,7 @@ def find_culprits(
     # Of the awaited ranks those that wait for none themselves are the cause; the others are its victims.
     behind = sorted(rank for rank in all_awaited if not awaited[rank])
     if all_awaited and not behind:
+        # Each of them waits for another one, so none of them is the first cause.
         return _name_deadlock(sorted(all_awaited), answers)
     # Without a flight recorder nothing is known of collectives: then a rank in no exchange is the one.
     busy = behind or [rank for rank, report in answers.items() if not report.call]
@@ -234,6 +237,7 @@ def _name_ended(answers: Mapping[int, Report]) -> Finding | None:
     """Name ranks that have left the loop while others are in it."""
     ended = [rank for rank, report in answers.items() if report.ended]
     running = [report for report in answers.values() if not report.ended]
+    # At the end of a run all ranks leave, within seconds of each other.
     if not ended or not running:
         return None
     call = f"at {running[0].progress} in {running[0].call_named}"
@@ -321,9 +325,11 @@ def _ranks_awaited_by(rank: int, answers: Mapping[int, Report]) -> list[int]:
         return []
     group, number = report.last
     awaited = []
+    # Only members of the group take part in its collectives.
     for other in report.groups[group]["ranks"]:
         if other == rank or other not in answers:
             continue
+        # Numbers count the collectives of one group, in which all ranks call the same ones.
         if _last_number(answers[other], group) < number:
             awaited.append(other)
     return awaited

@@ -111,6 +111,7 @@ def check_loader(
     )
     records: list[_Record] = []
     checks: list[LoaderCheck] = []
+    # Workers outside: the layouts that are compared with each other differ in one number only.
     for worker_count in workers:
         for rank_count in ranks:
             layout = _Layout(worker_count, rank_count)
@@ -118,6 +119,7 @@ def check_loader(
                 results = run_distributed(
                     _check_process, rank_count, plan, layout, records, timeout=timeout
                 )
+                # Every rank has gathered the same passes, so all verdicts are equal.
                 layout_checks, record = results[0]
             else:
                 layout_checks, record = _check_layout(
@@ -188,6 +190,7 @@ class _Record:
         """Return the samples of an epoch from a batch on, over all ranks."""
         count: Counter[Hashable] = Counter()
         for rank_pass in self.epochs[epoch]:
+            # As a multiset: ranks and workers change the order, but no sample may be lost or read twice.
             for samples in rank_pass.samples[start:]:
                 count.update(samples)
         return count
@@ -242,6 +245,7 @@ class _LayoutChecker:
     def check(self, records: list[_Record]) -> list[LoaderCheck]:
         """Return the verdicts, with those of resumes from the positions of earlier layouts."""
         first = self._verdict("order", self._check_order)
+        # Without two equal runs every further difference would be the loader's own randomness.
         if self.record is None:
             return [first]
         checks = [
@@ -286,6 +290,7 @@ class _LayoutChecker:
     def _check_order(self) -> str:
         self.ranks.meet(self._open_feed)
         self._reference = self._read_epochs(saves=False)
+        # Without saving positions first: a loader may change when it is asked for its state.
         second = self._read_epochs(saves=False)
         for epoch, passes in enumerate(second):
             self._compare(
@@ -308,6 +313,7 @@ class _LayoutChecker:
 
     def _check_samples(self, records: list[_Record]) -> str:
         assert self.record is not None
+        # With a limit the samples that are read depend on the number of ranks.
         if self.plan.limit is not None:
             raise Outcome("not checked", "limit= cuts the epoch")
         count = self.record.samples(0)
@@ -368,6 +374,8 @@ class _LayoutChecker:
         total = 0
         for epoch in range(self.plan.epochs):
             for position in self._positions(epoch):
+                # One batch later: the second state is taken while the loader still works with what the first one
+                # restored.
                 following = position + 1
                 if following >= self._count(epoch):
                     continue
@@ -397,6 +405,7 @@ class _LayoutChecker:
     def _check_early_end(self) -> str:
         positions = self._positions(0)
         for position in positions:
+            # Closed only after the next epoch: the workers of the epoch that has ended early are still alive then.
             readers = self._open()
             for reader in readers:
                 reader.read(
@@ -483,6 +492,7 @@ class _LayoutChecker:
         return self._verdict(name, lambda: self._resume_from(record))
 
     def _resume_from(self, record: _Record) -> str:
+        # The last epoch: a resume that mixes up epochs is found there, and not in the first one.
         assert self.record is not None
         epoch = self.plan.epochs - 1
         total = 0
@@ -532,6 +542,7 @@ class _LayoutChecker:
         )
         positions = []
         for position in range(1, len(record.epochs[epoch][0].batches)):
+            # A position counts micro-batches of all ranks, whose size differs between layouts.
             starts = {position * before / now for before, now in strides}
             start = starts.pop()
             # Loaders that are read together may disagree.
@@ -554,6 +565,7 @@ class _LayoutChecker:
         )
 
     def _count(self, epoch: int) -> int:
+        # The longest: ranks with fewer batches run padding at their end.
         return max(len(rank_pass.batches) for rank_pass in self._reference[epoch])
 
     def _positions(self, epoch: int) -> list[int]:

@@ -161,6 +161,7 @@ class MegatronStrategy(Strategy):
 
     def start(self) -> None:
         """Join the process group, and make Megatron's groups of it."""
+        # Megatron's kernels and its gradient buffers are written for CUDA; it would fail inside of its first layer.
         if not torch.cuda.is_available():
             raise StrategyError(
                 "Megatron runs on CUDA only",
@@ -171,6 +172,7 @@ class MegatronStrategy(Strategy):
             self.device, None, self.timeout, alone=True
         )
         self.places(self.world.size)
+        # One seed for all ranks: Megatron derives the seeds of the tensor ranks from it.
         seed = self.world.broadcast(torch.initial_seed() % 2**31)
         groups = _create_groups(self.tensor_parallel, self.timeout, seed)
         self.data = ProcessGroup(self.device, groups.get_data_parallel_group())
@@ -193,6 +195,7 @@ class MegatronStrategy(Strategy):
                 "Megatron runs the optimizer step",
                 fix="set automatic_optimization = True, or use another strategy",
             )
+        # Asked after the groups exist, whose sizes decide which schedule it is.
         self._run_schedule = get_forward_backward_func()
         # The loop weights losses, so Megatron sums gradients and divides nothing.
         self._prepare(module, precision, summed=True)
@@ -217,6 +220,7 @@ class MegatronStrategy(Strategy):
             "tensor_model_parallel_size": self.tensor_parallel,
             "sequence_parallel": self.sequence_parallel,
         }
+        # Sizes that this strategy does not set: a model built for another run must not bring its own.
         fixed_sizes = {"pipeline_model_parallel_size": 1, "context_parallel_size": 1}
         check_model(config, {**sizes, **fixed_sizes}, precision.name)
         self._half_precision = ""
@@ -224,14 +228,17 @@ class MegatronStrategy(Strategy):
             self._half_precision = "bf16"
         elif config.fp16:
             self._half_precision = "fp16"
+            # Megatron scales the loss itself: two scalers would divide gradients twice.
             precision.hand_over(self._scaler, True)
         module.to(self.device)
         self._wrapped = _wrap_model(
             model, self._half_precision, summed, self.distributed_optimizer
         )
+        # A second fit wraps the model again; the optimizer of the first has the buffers of the first wrapper.
         self._optimizer = None
         self._gradients = {}
         self._flat_shards = {}
+        # In __dict__, which has priority over the class and is removed again in `stop`.
         model.__dict__["forward"] = partial(self._call_wrapped, model.forward)
 
     def _call_wrapped(
@@ -397,6 +404,8 @@ class MegatronStrategy(Strategy):
         """Clip the wrapper's gradients, also over tensor ranks; Megatron itself would read the norm on the host."""
         scale: Any = 1.0
         if self._half_precision == "fp16":
+            # Gradients are still scaled here, so the limit is scaled too. As a tensor: reading it would be a sync
+            # point.
             scale = self._optimizer.get_loss_scale().reshape(())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         gradients = [self._gradient(parameter) for parameter in trained]

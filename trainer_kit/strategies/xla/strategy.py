@@ -115,6 +115,7 @@ class XLAStrategy(Strategy):
                 found=f"{plural(xr.local_process_count(), 'process')} on this machine",
                 fix="run the script directly, without torch_xla.launch",
             )
+        # Before the device is created: torch_xla decides at its first use whether one process drives all devices.
         if spmd and not launched:
             self._start_spmd(count)
         self.device = torch_xla.device()
@@ -172,10 +173,13 @@ class XLAStrategy(Strategy):
     def place_module(self, module: nn.Module, precision: Precision) -> None:
         """Move the module, and give every process the weights of the first."""
         module.to(self.device)
+        # Devices of one process are one device for torch, and have the weights already.
         if self.world.size > 1:
             for tensor in [*module.parameters(), *module.buffers()]:
                 self.world.broadcast(tensor.data)
         self._shard_tensors(module.parameters())
+        # The graph of the transfers runs here, and not as a part of the first step, which is compiled once for all
+        # steps.
         self._sync()
 
     def prepare_module(
@@ -257,6 +261,7 @@ class XLAStrategy(Strategy):
     ) -> tuple[list[list[nn.Parameter]], States]:
         """The optimizer's state on the host."""
         groups, states = optimizer_state(optimizer)
+        # By parameter: moments are on the host as plain tensors, which any strategy can load.
         return groups, {
             p: map_tensors(dict(state), _on_host) for p, state in states.items()
         }
