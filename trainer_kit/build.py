@@ -1,6 +1,6 @@
-"""Creates strategy, precision, loggers and callbacks from the user's words and objects, for Trainer and Accelerator.
+"""Creates strategy, precision, loggers and callbacks from the user's arguments, for Trainer and Accelerator.
 
-No other module interprets these words, or inspects the type of such an object.
+No other module interprets these arguments, or inspects the type of such an object.
 """
 
 from __future__ import annotations

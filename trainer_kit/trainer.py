@@ -123,7 +123,7 @@ _MISPLACED = LazyTable(_misplaced_arguments)
 def _entry_point(
     method: Callable[_Parameters, _Result],
 ) -> Callable[_Parameters, _Result]:
-    """Decorate a method: it answers a call on the class, and arguments that it does not have or does not get."""
+    """Decorate an entry point: a call on the class, and unknown or missing arguments, raise an error with a fix."""
     # At decoration, since it inspects the signature;.
     check = call_check(method, _MISPLACED)
 
@@ -311,7 +311,7 @@ class Trainer(Session):
         plugins = as_list(plugins)
         refuse_checkpoint_io(plugins)
         callbacks = as_list(callbacks, Callback)
-        # 2. Everything that is wrong in itself, before a process or a device is touched.
+        # 2. Everything that can be refused before a process or a device is touched.
         _refuse(resume, reload_dataloaders_every_n_epochs)
         if barebones:
             num_sanity_val_steps = 0
@@ -464,7 +464,7 @@ class Trainer(Session):
             train_dataloaders: a loader, any pytree of loaders (shorter ones restart until the longest ends), or
                 a DataModule; by default the loaders of the datamodule or the module.
             val_dataloaders: a loader, or several in a list or dict, read in sequence.
-            datamodule: has the loaders.
+            datamodule: provides the loaders.
             ckpt_path: the checkpoint to resume from: a path, a URL, ``"last"`` or ``"best"``.
             weights_only: accepted for compatibility with Lightning, but True is an error: nothing is unpickled here.
             load_weights_only: load only the weights of the checkpoint: counts, optimizers and data start from 0.
@@ -511,7 +511,7 @@ class Trainer(Session):
             dataloaders: a loader, a list of loaders, or a DataModule.
             ckpt_path: weights to load: a path, a URL, ``"last"`` or ``"best"``.
             verbose: print the values.
-            datamodule: brings the loaders.
+            datamodule: provides the loaders.
             weights_only: accepted for compatibility with Lightning; nothing is unpickled here.
         """
         return self._evaluate(
@@ -548,7 +548,7 @@ class Trainer(Session):
         Args:
             model: the module; by default the one that was fitted, with the weights of its best checkpoint.
             dataloaders: a loader, a list of loaders, or a DataModule.
-            datamodule: brings the loaders.
+            datamodule: provides the loaders.
             return_predictions: False discards them, for callbacks that write predictions.
             ckpt_path: weights to load: a path, a URL, ``"last"`` or ``"best"``.
             weights_only: as in `validate`.
@@ -646,7 +646,7 @@ class Trainer(Session):
             model: the module; adds its listeners and steps, and memory and communication of a rank
                 (this calls ``configure_optimizers``).
             train_dataloaders: adds batches and steps of an epoch.
-            datamodule: has the loaders.
+            datamodule: provides the loaders.
             format: ``"text"``, or ``"svg"``: a picture of the ranks on the axes of their mesh, which a notebook shows.
 
         Raises:
@@ -689,7 +689,7 @@ class Trainer(Session):
         Args:
             model: the module, which may be on the meta device.
             train_dataloaders: their first batch gives the shapes; by default those of the datamodule or the module.
-            datamodule: has the loaders.
+            datamodule: provides the loaders.
             world: the number of ranks, or several.
             device: a word such as ``"h200"``; ``"cpu"``: this machine. None: this machine's accelerator, or its CPU.
             max_memory: bytes or ``"60GB"`` that a rank may use; None: nine tenths of the device's memory.
@@ -760,7 +760,7 @@ class Trainer(Session):
             model: the module.
             train_dataloaders: as for `fit`.
             val_dataloaders: adds the check that validation does not change training.
-            datamodule: has the loaders.
+            datamodule: provides the loaders.
             steps: optimizer steps of each run.
             local: every run happens in this process, and ranks are threads that take turns: ``breakpoint()`` works in
                 each of them, and no process starts.

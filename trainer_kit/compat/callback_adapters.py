@@ -116,9 +116,9 @@ def _refuse_part_of_loop(cls: type) -> None:
 
 
 class LightningCallback(Callback):
-    """A callback of Lightning in this library's Trainer: its own methods are the hooks, those that it overrides.
+    """Adapter of a callback of Lightning for this library's Trainer, which calls the overridden hooks directly.
 
-    The Trainer makes it of every callback that subclasses Lightning's class, one adapter class for each of them.
+    The Trainer wraps every callback that subclasses Lightning's class, in an adapter class for each class.
 
     Args:
         callback: the user's object, which gets every call.

@@ -20,7 +20,7 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
 
     @staticmethod
     def format_num(n: float | str) -> str:
-        """A number as text; of a float at least five characters."""
+        """Format a number; a float gets at least five characters."""
         text = n
         if not isinstance(text, str):
             text = str(tqdm.format_num(text))

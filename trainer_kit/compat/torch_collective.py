@@ -1,4 +1,4 @@
-"""Lightning's collectives, for programs whose processes have different roles: groups that the program makes itself."""
+"""Lightning's collectives, for programs whose processes have different roles and that create their own groups."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class TorchCollective(Collective):
         """Join the world, unless this process has joined it already.
 
         Args:
-            main_address: where the processes meet, if the environment does not say so.
+            main_address: the address of the rendezvous, if the environment does not set it.
             main_port: likewise.
             options: arguments of ``torch.distributed.init_process_group``, such as ``backend`` and ``timeout``.
         """

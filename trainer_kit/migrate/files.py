@@ -57,7 +57,7 @@ class ProjectFiles:
     project: Project = field(default_factory=Project)
 
     def findings(self) -> list[Finding]:
-        """Everything that will not move; places in a notebook by cell, and by line within the cell."""
+        """Everything that cannot be migrated; places in a notebook by cell, and by line within the cell."""
         notebooks = {str(path): notebook for path, notebook in self.notebooks.items()}
         findings = []
         for finding in find_problems(self.project):

@@ -49,7 +49,7 @@ _MENTION: Final = re.compile(
 @final
 @dataclass(frozen=True)
 class Finding:
-    """A place in the code that will not move, or not unchanged.
+    """A place in the code that cannot be migrated, or not unchanged.
 
     Attributes:
         path: the file.

@@ -83,7 +83,7 @@ _VERSION: Final = Answer(
 
 
 def find_problems(project: Project) -> list[Finding]:
-    """Everything in a project that will not move."""
+    """Everything in a project that cannot be migrated."""
     # After all files are added: a class, or an attribute, may be defined in a file that comes later.
     for source in project.sources:
         _Reader(project, source).visit(source.tree)

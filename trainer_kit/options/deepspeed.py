@@ -53,7 +53,7 @@ _HALF: Final = {"bf16": "bf16", "fp16": "fp16"}
 
 @final
 class DummyOptim:
-    """A placeholder for the optimizer that DeepSpeed's JSON names; `prepare` makes it.
+    """A placeholder for the optimizer that DeepSpeed's JSON names; `prepare` creates it.
 
     Args:
         params: parameters, or groups of them.
@@ -77,7 +77,7 @@ class DummyOptim:
 
 @final
 class DummyScheduler:
-    """A placeholder for the scheduler that DeepSpeed's JSON names; `prepare` makes it.
+    """A placeholder for the scheduler that DeepSpeed's JSON names; `prepare` creates it.
 
     Args:
         optimizer: the optimizer whose learning rates it sets, or a `DummyOptim`.

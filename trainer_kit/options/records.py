@@ -327,7 +327,7 @@ class ProfileKwargs(KwargsHandler):
 
 @dataclass
 class DataLoaderConfiguration:
-    """How loaders are divided among processes.
+    """How data are sharded over processes.
 
     Attributes:
         split_batches: the loader's batch size counts the samples of all processes together, not of each one.

@@ -92,7 +92,7 @@ def fake_mail(box: Mail) -> Iterator[None]:
 
 @final
 class _Chunks:
-    """The chunks of a tensor that ``torch.chunk`` returns, made when they are asked for.
+    """The chunks of a tensor that ``torch.chunk`` returns, created on access.
 
     Args:
         tensor: the whole tensor.
@@ -301,14 +301,14 @@ def fake_module(module: nn.Module, mode: FakeTensorMode) -> Any:
         mode: the mode that the copies belong to.
 
     Raises:
-        ConfigurationError: the module cannot be copied, or an earlier fit has divided it.
+        ConfigurationError: the module cannot be copied, or an earlier fit has sharded it.
     """
     # deepcopy looks tensors up here first, so that shared parameters become one fake tensor.
     memo: dict[int, object] = {}
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if hasattr(tensor, "placements"):
             raise ConfigurationError(
-                "an earlier fit has divided this module among ranks",
+                "an earlier fit has sharded this module over ranks",
                 found=f"{name} is a {type(tensor).__name__}",
                 fix="create a new module, and plan before the first fit",
             )

@@ -85,7 +85,7 @@ def measure(
     run. The module, its hooks, the random generators and the process are as before when it returns.
 
     Args:
-        module: a TrainModule, which no fit has divided; its parameters may be on the meta device.
+        module: a TrainModule, which no fit has sharded; its parameters may be on the meta device.
         batch: one batch of the loader, of any size: each tensor whose first dimension is the batch's gets the
             candidate's.
         candidate: the configuration.

@@ -96,7 +96,7 @@ def plan_fit(
         trainer: the Trainer of the fit.
         module: its module.
         loaders: its training loaders.
-        datamodule: has the loaders.
+        datamodule: provides the loaders.
         world: the numbers of ranks.
         device: a name in the device table; ``"cpu"``: this machine; None: this machine's accelerator, else its CPU.
         max_memory: bytes that a rank may use; None: the device's memory without a reserve.

@@ -358,7 +358,7 @@ class _Search:
 
     @staticmethod
     def _key(candidate: Candidate) -> Candidate:
-        """Whole copies are the same in every world of more than one rank, and so is what they exchange."""
+        """Full replicas need and exchange the same in every world of more than one rank."""
         if candidate.strategy == "ddp":
             return replace(candidate, world=2)
         return candidate
