@@ -301,7 +301,7 @@ def test_parameters_that_are_divided_among_ranks_need_names():
         lightning_file(Path(directory) / "x.ckpt", "after fit", 6)
         path = import_lightning(Path(directory) / "x.ckpt")
         with pytest.raises(
-            CheckpointError, match=r'(?s)fsdp divides them among ranks.*strategy="ddp"'
+            CheckpointError, match=r'(?s)fsdp shards them over ranks.*strategy="ddp"'
         ):
             trainer(strategy="fsdp", devices=2).fit(Net(), loader(), ckpt_path=path)
 

@@ -221,7 +221,7 @@ def test_a_graph_needs_an_example_input_and_a_module_that_takes_it(make):
     next(
         net.parameters()
     ).ds_id = 0  # as DeepSpeed marks what it divides: a forward would wait for the other ranks
-    with pytest.raises(LogError, match="divided over ranks"):
+    with pytest.raises(LogError, match="sharded over ranks"):
         logger.log_graph(net, torch.ones(4, 5))
 
 

@@ -515,7 +515,7 @@ def prepare_data_loader(
     if not is_same or torch_device_mesh is not None:
         mesh = "" if torch_device_mesh is None else ", torch_device_mesh"
         raise ConfigurationError(
-            "a loader is always divided among the running processes",
+            "a loader is always sharded over the running processes",
             found=f"process {requested_rank} of {requested_size} in process {rank} of {size}{mesh}",
             fix="accelerator.prepare(loader); for another part of the samples, a BatchSamplerShard",
         )

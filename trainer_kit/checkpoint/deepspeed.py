@@ -211,7 +211,7 @@ def _weights(
     # Trained weights are in their own files in full precision. Take buffers from the module: its dtypes are unchanged.
     buffers = state.get("buffer_names") or ()
     frozen = state.get("frozen_param_shapes") or {}
-    # Stage 3 divides frozen parameters too: then the module has only this rank's part of each.
+    # Stage 3 shards frozen parameters too: then the module has only this rank's part of each.
     is_divided = any(
         isinstance(module.get(name), Tensor) and module[name].shape != shape
         for name, shape in frozen.items()

@@ -250,7 +250,7 @@ def safetensors_bytes(
 def identity(tensor: Tensor) -> tuple[object, ...]:
     """Return a key that is equal for two tensors with the same elements of the same memory; both must be alive.
 
-    For a tensor that is divided among ranks, the key describes this rank's part. It contains the storage and not the
+    For a tensor that is sharded over ranks, the key describes this rank's part. It contains the storage and not the
     address of the data: a rank that holds no elements must find the same tied names as the other ranks.
     """
     shard = local(tensor)

@@ -353,11 +353,11 @@ def read_divided(
     elsewhere: Mapping[str, Collection[str]] | None = None,
     group: ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Return the state of a checkpoint by part, with tensors divided among ranks as the tensors in ``like`` are.
+    """Return the state of a checkpoint by part, with tensors sharded over ranks as the tensors in ``like`` are.
 
-    The checkpoint may have any layout; each rank reads the parts that it holds. A stored tensor is divided like
+    The checkpoint may have any layout; each rank reads the parts that it holds. A stored tensor is sharded like
     ``like[name]`` if ``name`` is one of the keys of its key path and the shapes are equal: so weights, their averages
-    and the optimizer's state of each weight are divided. Every other tensor is whole.
+    and the optimizer's state of each weight are sharded. Every other tensor is whole.
 
     Args:
         path: a checkpoint directory, or its URL, the same on all ranks.
@@ -496,7 +496,7 @@ class _Source:
         like: Mapping[str, Any],
         elsewhere: Collection[str],
     ) -> Any:
-        """Return the state of a part that is to be filled: memory for divided tensors, None for all other values."""
+        """Return the state of a part that is to be filled: memory for sharded tensors, None for all other values."""
         # A tensor that this rank holds counts more: a shared parameter has names on several ranks.
         models = {**dict.fromkeys(elsewhere, _ELSEWHERE), **like}
         return self._template(self.trees[part_name], models, (part_name,), None)
@@ -512,7 +512,7 @@ class _Source:
 
         Args:
             tree: the encoded value.
-            models: by name, what a tensor below this name is divided like.
+            models: by name, what a tensor below this name is sharded like.
             path: of the value.
             model: of the innermost name in the path that has one; None if no name has.
         """

@@ -481,7 +481,7 @@ ELSEWHERE: Final[dict[str, str]] = {
     "DDPSpawnStrategy": 'Trainer(strategy="ddp"): it starts the processes',
     "DataParallelStrategy": 'Trainer(strategy="ddp"): one process for each device',
     "DeepSpeedPrecision": 'Trainer(strategy="deepspeed_stage_2", precision="bf16-mixed")',
-    "DeepSpeedSummary": "ModelSummary: it counts parameters that are divided over processes",
+    "DeepSpeedSummary": "ModelSummary: it counts parameters that are sharded over processes",
     "DoublePrecision": 'Trainer(precision="64-true")',
     "EPOCH_OUTPUT": "list[STEP_OUTPUT]; on_validation_epoch_end has no outputs: keep them in a list on self",
     "FSDPPrecision": 'Trainer(strategy="fsdp", precision="bf16-mixed")',

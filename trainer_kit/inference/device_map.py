@@ -434,7 +434,7 @@ def infer_auto_device_map(
         fallback_allocation: if the next layer is too large for an empty accelerator, try later layers.
 
     Returns:
-        A device by name of a module, or of a direct tensor of a divided module.
+        A device by name of a module, or of a direct tensor of a split module.
 
     Raises:
         StrategyError: a layer is larger than every device.

@@ -504,7 +504,7 @@ def _leave_on_disk(tied: Tied, dtype_of: DtypeOf) -> None:
 
 
 def _group_by_size(entries: list[Entry]) -> list[list[Entry]]:
-    """Divide weights into groups that are small enough for memory, each for one file."""
+    """Split weights into groups that are small enough for memory, each for one file."""
     groups: list[list[Entry]] = []
     # Full at the start, so that the first entry opens a group. A tensor larger than a file has a group of its own.
     filled = _FILE

@@ -39,7 +39,7 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool = False,
 ) -> nn.Module:
-    """Divide a model's blocks among all processes; every process calls this function, and then the model.
+    """Split a model's blocks over all processes; every process calls this function, and then the model.
 
     A call of the model uses the inputs of the main process, and computes no gradients; shapes may differ between calls.
     The last process gets the output, the others None. The weights are those of the main process; on other processes the
@@ -50,7 +50,7 @@ def prepare_pippy(
         split_points: names of the blocks at which the second and later processes begin; ``"auto"`` divides the
             largest list of blocks by number of parameters.
         no_split_module_classes: names of classes whose modules stay on one process, as whole blocks always do.
-        example_args: arguments for a first call, which shows whether the model can be divided.
+        example_args: arguments for a first call, which shows whether the model can be split.
         example_kwargs: keyword arguments for this call.
         num_chunks: the number of micro-batches of a batch; None: the number of processes.
         gather_output: every process gets the output.
@@ -107,7 +107,7 @@ def prepare_pippy(
 
 @final
 class _Chunked:
-    """The forward of a divided model."""
+    """The forward of a split model."""
 
     def __init__(self, pipeline: Pipeline, chunks: int, gathers: bool) -> None:
         self.pipeline = pipeline
@@ -223,7 +223,7 @@ def _untie_parameters(model: nn.Module) -> None:
 
 
 def _refuse_inside(model: nn.Module, container: str, classes: Sequence[str]) -> None:
-    """Refuse to divide the blocks of a module that must stay whole."""
+    """Refuse to split the blocks of a module that must stay whole."""
     for name, module in model.named_modules():
         contains_blocks = not name or f"{container}.".startswith(f"{name}.")
         if contains_blocks and type(module).__name__ in classes:

@@ -192,7 +192,7 @@ class TensorBoardLogger(DirectoryLogger):
         if is_divided(model):
             raise LogError(
                 f"the graph of {type(model).__name__} cannot be traced",
-                found="its weights are divided over ranks, so a forward on this rank alone would wait for the others",
+                found="its weights are sharded over ranks, so a forward on this rank alone would wait for the others",
                 fix="pass log_graph=False",
             )
         device = next(

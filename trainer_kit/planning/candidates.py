@@ -123,6 +123,6 @@ def _ranks_of_group(group: dist.ProcessGroup | None) -> tuple[int, ...]:
 
 
 def model_parallel(strategy: Strategy, world: int) -> int:
-    """Among how many ranks a strategy divides each layer or the layers of a model."""
+    """Among how many ranks a strategy splits each layer or the layers of a model."""
     sizes = strategy.places(world)
     return sizes.get("tp", 1) * sizes.get("pp", 1)

@@ -344,7 +344,7 @@ def _check_positions(
         raise CheckpointError(
             "optimizer_states",
             None,
-            f"an imported file names no parameters, and {strategy.name} divides them among ranks",
+            f"an imported file names no parameters, and {strategy.name} shards them over ranks",
             fix='train one step with strategy="ddp" or on one device, save a checkpoint, and resume from that',
         )
     if saved_sizes != sizes:

@@ -185,7 +185,7 @@ class FSDPStrategy(Strategy):
         self._hooks: list[RemovableHandle] = []
         self._replaced_parameters = ReplacedParameters()
         self.weights: InitialWeights | None = None
-        """The initial weights if `MeshStrategy` has divided the module along other axes first."""
+        """The initial weights if `MeshStrategy` has sharded the module along other axes first."""
         # Whether each backward reduces gradients: there are several for one optimizer step, or the user runs them.
         self._every_backward = False
 
@@ -240,7 +240,7 @@ class FSDPStrategy(Strategy):
         self.mesh = mesh
 
     def use_initial_weights(self, weights: InitialWeights) -> None:
-        """Take the weights that were read before another strategy divided the module."""
+        """Take the weights that were read before another strategy sharded the module."""
         self.weights = weights
 
     def _shape(self, ranks: int) -> tuple[int, ...] | DeviceMesh:

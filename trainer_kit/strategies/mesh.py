@@ -77,7 +77,7 @@ __all__ = ["MeshStrategy"]
 class MeshStrategy(Strategy):
     """Combined data, tensor, context and pipeline parallelism on one ``DeviceMesh``.
 
-    Each global batch is divided over ``dp_replicate × dp_shard``; ranks that differ only on other axes get the same
+    Each global batch is split over ``dp_replicate × dp_shard``; ranks that differ only on other axes get the same
     batch. `transforms_of` returns the transforms of the module in order; FSDP2 over the data and context axes comes
     last. The module keeps its names, so its checkpoints load under any strategy.
 
@@ -87,7 +87,7 @@ class MeshStrategy(Strategy):
         dp_shard: the number of ranks over which parameters, gradients and optimizer state are sharded.
         cp: the number of ranks over which each sequence is split.
         tp: the number of ranks over which each layer is split.
-        pp: the number of ranks over which the model's blocks are divided, as pipeline stages.
+        pp: the number of ranks over which the model's blocks are split, as pipeline stages.
         pp_schedule: ``"GPipe"``, ``"1F1B"``, ``"Interleaved1F1B"``, ``"LoopedBFS"``, ``"InterleavedZeroBubble"`` or
             ``"ZBVZeroBubble"``; all but the first two give each rank several stages.
         plan: how the module may be split, in place of its ``configure_parallel``.
@@ -261,7 +261,7 @@ class MeshStrategy(Strategy):
         return build_on_rank_zero(self.world)
 
     def place_module(self, module: nn.Module, precision: Precision) -> None:
-        """Divide the module for evaluation: it may not fit on one rank there either."""
+        """Shard the module for evaluation: it may not fit on one rank there either."""
         self._shard_module(
             module,
             precision,
@@ -271,7 +271,7 @@ class MeshStrategy(Strategy):
     def prepare_module(
         self, module: nn.Module, manual: bool, precision: Precision
     ) -> None:
-        """Divide the module for training; every rank gets its shards of rank 0's weights."""
+        """Shard the module for training; every rank gets its shards of rank 0's weights."""
         self._shard_module(
             module,
             precision,
@@ -279,7 +279,7 @@ class MeshStrategy(Strategy):
         )
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
-        """Divide the module of a custom training loop, which calls it directly and splits sequences itself.
+        """Shard the module of a custom training loop, which calls it directly and splits sequences itself.
 
         Raises:
             StrategyError: the plan needs a wrapper around whole steps, which a custom training loop does not have.
@@ -511,7 +511,7 @@ class MeshStrategy(Strategy):
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
         """The costs of FSDP2 over the data axes, for the part of the module that the other axes leave on this rank.
 
-        The size of that part is known once the module is divided.
+        The size of that part is known once the module is sharded.
         """
         sizes = self.places(ranks)
         data_ranks = sizes["dp_replicate"] * sizes["dp_shard"] * sizes["cp"]
@@ -582,7 +582,7 @@ _MODEL_AXES: Final = (
     (
         "tp",
         "each of {} tensor ranks a part of every layer in the plan",
-        "activations of divided layers: all-reduce over {} tensor ranks, forward and backward",
+        "activations of split layers: all-reduce over {} tensor ranks, forward and backward",
     ),
     (
         "cp",

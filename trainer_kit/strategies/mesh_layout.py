@@ -176,7 +176,7 @@ class MeshGroups:
     Attributes:
         mesh: the mesh, with the axes `AXES`.
         data_mesh: the ranks over which gradients are averaged, see `data_mesh`.
-        data: the ranks over which a global batch is divided.
+        data: the ranks over which a global batch is split.
         losses: the data ranks and the context ranks.
         reports: the loss ranks and the pipeline stages.
         same: by axis, the group of ranks that get the same batches.

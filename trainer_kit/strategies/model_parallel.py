@@ -93,7 +93,7 @@ class ModelParallelStrategy(Strategy):
     completes_gradients = True
     own_buffers = True
     """Steps do not synchronize buffers."""
-    why_not_recomputed = "configure_model has divided the blocks by then: recompute them there, with checkpoint_wrapper"
+    why_not_recomputed = "configure_model has sharded the blocks by then: recompute them there, with checkpoint_wrapper"
     refused_precisions: ClassVar = {}
     mesh: DeviceMesh
     world: ProcessGroup
@@ -201,7 +201,7 @@ class ModelParallelStrategy(Strategy):
         return self.data.size
 
     def stop(self) -> None:
-        """Release the module; it stays divided."""
+        """Release the module; it stays sharded."""
         if self._shards is not None:
             self._shards.stop()
         self._shards = None
@@ -225,7 +225,7 @@ class ModelParallelStrategy(Strategy):
                 " MeshStrategy(dp_shard=..., tp=...), which does not need it",
             )
         # `fit` and `validate` may get the same module.
-        # An earlier entry point has divided it: its weights are in parts already.
+        # An earlier entry point has sharded it: its weights are in parts already.
         if "_built" in vars(module):
             yield
             return
@@ -249,8 +249,8 @@ class ModelParallelStrategy(Strategy):
         compare_models(
             _describe_layout(module),
             self.world,
-            "the ranks divided the module in different ways",
-            "divide the same layers on every rank, regardless of the rank",
+            "the ranks sharded the module in different ways",
+            "shard the same layers on every rank, regardless of the rank",
         )
         # Errors are raised on all ranks: the others would wait in the broadcast.
         fail_together(self.world, lambda: weights.reset(module))
@@ -262,7 +262,7 @@ class ModelParallelStrategy(Strategy):
         return build_on_rank_zero(self.world)
 
     def place_module(self, module: nn.Module, precision: Precision) -> None:
-        """Take the module as it is: ``configure_model`` has divided it."""
+        """Take the module as it is: ``configure_model`` has sharded it."""
         self.stop()
         self._adopt_module(module)
 
@@ -417,7 +417,7 @@ class ModelParallelStrategy(Strategy):
         return borrowed_buffers(module, self.world)
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
-        """This rank's parts, once ``configure_model`` has divided the module."""
+        """This rank's parts, once ``configure_model`` has sharded the module."""
         sizes = self.places(ranks)
         tensor = sizes[_TENSOR]
         shards = sizes[_DATA]
@@ -459,7 +459,7 @@ class ModelParallelStrategy(Strategy):
 
 
 def _describe_layout(module: nn.Module) -> dict[str, str]:
-    """How each parameter is divided, and the parts that ``fully_shard`` gathers together, by name."""
+    """How each parameter is sharded, and the parts that ``fully_shard`` gathers together, by name."""
     layouts: dict[str, str] = {}
     for name, submodule in module.named_modules():
         if isinstance(submodule, FSDPModule):
@@ -476,7 +476,7 @@ def _describe_layout(module: nn.Module) -> dict[str, str]:
 
 
 def _axes_of(parameter: nn.Parameter) -> set[str]:
-    """The names of the mesh axes that a parameter is divided over."""
+    """The names of the mesh axes that a parameter is sharded over."""
     if not isinstance(parameter, DTensor):
         return set()
     return {*(parameter.device_mesh.mesh_dim_names or ("?",))}

@@ -55,7 +55,7 @@ def build_on_rank_zero(group: Group) -> Iterator[None]:
 
 @final
 class InitialWeights:
-    """The weights of a module before it is divided, and their broadcast after that.
+    """The weights of a module before it is sharded, and their broadcast after that.
 
     Args:
         module: as the user built it; on ranks other than the first its tensors may be on the meta device.
@@ -112,7 +112,7 @@ class InitialWeights:
     def reset(self, module: nn.Module) -> None:
         """Take values for layers without storage that were created since: rank 0 calls their ``reset_parameters``.
 
-        It does so on full tensors, however the layers are divided, so that the values are those of one process.
+        It does so on full tensors, however the layers are sharded, so that the values are those of one process.
 
         Raises:
             StrategyError: a layer has no such method, or layers with values have other names now.
@@ -165,10 +165,10 @@ class InitialWeights:
     def distribute(
         self, module: nn.Module, device: torch.device, parameters_on: torch.device
     ) -> None:
-        """Fill the divided module on every rank; each rank keeps only its own parts. A second call does nothing.
+        """Fill the sharded module on every rank; each rank keeps only its own parts. A second call does nothing.
 
         Args:
-            module: the module, after it was divided.
+            module: the module, after it was sharded.
             device: where it computes.
             parameters_on: where shards of its parameters are kept; full parameters are on ``device``.
         """

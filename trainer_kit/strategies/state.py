@@ -1,4 +1,4 @@
-"""The state of modules and optimizers, whole or divided over ranks."""
+"""The state of modules and optimizers, whole or sharded over ranks."""
 
 from __future__ import annotations
 

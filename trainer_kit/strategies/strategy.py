@@ -145,7 +145,7 @@ class Strategy(ABC):
     world: Group
     """All processes; set by `start`, as the three that follow."""
     data: Group
-    """The processes among which a global batch is divided; the others of one place in it get the same batches."""
+    """The processes over which a global batch is split; the others of one place in it get the same batches."""
     losses: Group
     """The data ranks, and those that each compute a part of the same batch: the sum of weights is over all of them."""
     reports: Group
@@ -173,7 +173,7 @@ class Strategy(ABC):
         """The size of each axis with so many processes; called before any process is started.
 
         Raises:
-            StrategyError: so many processes cannot be divided.
+            StrategyError: the sizes do not fit so many processes.
         """
         return {}
 

@@ -104,7 +104,7 @@ def partitioning(
 
 
 def round_partitions(module: nn.Module, config: SavedState) -> None:
-    """Round divided parameters in full precision to the half precision that the JSON enables."""
+    """Round sharded parameters in full precision to the half precision that the JSON enables."""
     dtype: torch.dtype | None = None
     if (config.get("bf16") or {}).get("enabled"):
         dtype = torch.bfloat16
@@ -124,7 +124,7 @@ def round_partitions(module: nn.Module, config: SavedState) -> None:
 
 
 def release_module(module: nn.Module) -> None:
-    """Destroy the stage 3 optimizer of an earlier run; parameters stay divided, for the next engine to take over."""
+    """Destroy the stage 3 optimizer of an earlier run; parameters stay sharded, for the next engine to take over."""
     optimizers: set[Any] = {
         getattr(parameter, "_z3_optimizer", None) for parameter in module.parameters()
     }

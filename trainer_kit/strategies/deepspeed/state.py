@@ -1,7 +1,7 @@
 """Weights and moments of a DeepSpeed engine by the user's own parameters, and what a rank holds of them and sends.
 
 Below stage 3 the engine keeps one flat master for each group of parameters, of which a rank holds a piece; at stage 3
-it keeps several, and divides parameters, too. Checkpoints hold whole tensors in full precision, as every other strategy
+it keeps several, and shards parameters, too. Checkpoints hold whole tensors in full precision, as every other strategy
 writes them.
 """
 
@@ -49,10 +49,10 @@ _EngineOptimizer: TypeAlias = Any
 """The optimizer of DeepSpeed's engine, of one of four classes by stage and precision, with other attributes each."""
 _STEP: Final = "step"
 _STAGE_LAYOUTS: Final = (
-    "nothing is divided",
-    "optimizer state and masters are divided",
-    "gradients, optimizer state and masters are divided",
-    "everything is divided, small parameters are whole besides",
+    "nothing is sharded",
+    "optimizer state and masters are sharded",
+    "gradients, optimizer state and masters are sharded",
+    "everything is sharded, except that small parameters are also kept whole",
 )
 _ALIGNED: Final = 2
 """The engine rounds a flat group up to a multiple of so many elements a rank."""
@@ -112,7 +112,7 @@ def _find_stage_2_shards(optimizer: _EngineOptimizer) -> dict[nn.Parameter, Flat
 
 
 def _find_stage_3_shards(optimizer: _EngineOptimizer) -> dict[nn.Parameter, FlatShard]:
-    """Stage 3: each parameter is divided evenly, and each rank has its part in one of several masters."""
+    """Stage 3: each parameter is sharded evenly, and each rank has its part in one of several masters."""
     shards: dict[nn.Parameter, FlatShard] = {}
     for parameter in chain.from_iterable(optimizer.fp16_groups):
         parameter_id = optimizer.get_param_id(parameter)
@@ -306,7 +306,7 @@ def deepspeed_costs(
     Args:
         stage: of ZeRO.
         module: before or after the engine has taken it over.
-        ranks: among which it is divided.
+        ranks: over which it is sharded.
         precision: the run's, by name.
         groups: parameters of the optimizer, which at stage 3 has the masters of a group only while it steps it.
     """

@@ -218,7 +218,7 @@ class DeepSpeedStrategy(Strategy):
             check_float16(self.device)
 
     def stop(self) -> None:
-        """Destroy the engine. A Trainer's at stage 3 stays: without it the divided module could not be run."""
+        """Destroy the engine. A Trainer's at stage 3 stays: without it the sharded module could not be run."""
         if self._engine is not None and (self.stage < 3 or self._window is not None):
             destroy_engine(self._engine)
             self._engine = None
@@ -230,7 +230,7 @@ class DeepSpeedStrategy(Strategy):
             self._step = _Step(nn.Module())
 
     def init_context(self) -> AbstractContextManager[object]:
-        """On the device; stage 3 divides every layer as soon as it is built."""
+        """On the device; stage 3 shards every layer as soon as it is built."""
         if self.stage < 3:
             return torch.device(self.device)
         # Random initialization differs between dtypes: mixed precision starts from values in float32.
@@ -238,7 +238,7 @@ class DeepSpeedStrategy(Strategy):
         return partitioning(self.device, fill_config(self.config, self._facts), full)
 
     def place_module(self, module: nn.Module, precision: Precision) -> None:
-        """Move the module, and give every rank rank 0's weights; a divided module gets an engine to run through."""
+        """Move the module, and give every rank rank 0's weights; a sharded module gets an engine to run through."""
         # The engine of an earlier fit still holds the module.
         if self._engine is not None and self._step.module is module:
             return
@@ -267,7 +267,7 @@ class DeepSpeedStrategy(Strategy):
         broadcast_buffers(module, self.world)
 
     def _release(self, module: nn.Module) -> bool:
-        """Take the module over from an earlier run; returns whether its parameters are divided."""
+        """Take the module over from an earlier run; returns whether its parameters are sharded."""
         partitioned = _is_partitioned(module)
         if partitioned and self.stage < 3:
             raise StrategyError(
@@ -660,7 +660,7 @@ def _ignore_zero_grad(set_to_none: bool = True) -> None:
 
 
 def _is_partitioned(module: nn.Module) -> bool:
-    """Whether stage 3 has divided the parameters among the ranks."""
+    """Whether stage 3 has sharded the parameters over the ranks."""
     return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 

@@ -54,7 +54,7 @@ class TensorLayout:
         return bool(parallel_state.get_tensor_model_parallel_rank() == 0)
 
     def as_dtensor(self, value: Tensor, parameter: Any) -> Tensor:
-        """The value of a parameter: a ``DTensor`` over the tensor ranks if they divide the parameter."""
+        """The value of a parameter: a ``DTensor`` over the tensor ranks if they split the parameter."""
         if self._ranks == 1 or not getattr(parameter, "tensor_model_parallel", False):
             return value
         from megatron.core import parallel_state

@@ -80,7 +80,7 @@ class MegatronStrategy(Strategy):
     Args:
         device: where this rank computes; the Trainer sets it.
         tensor_parallel: ranks that compute each layer together; the rest is data parallel.
-        sequence_parallel: tensor ranks divide norms and dropout along the sequence.
+        sequence_parallel: tensor ranks split norms and dropout along the sequence.
         distributed_optimizer: a data rank reduces, steps and holds the state of its part of all parameters (ZeRO's
             stage 1, in Megatron's buffers); Adam and AdamW only. Checkpoints are the same with and without it.
         gradient_clipping: largest norm of all gradients in a custom training loop, where the engine clips in each

@@ -137,7 +137,7 @@ class ContextParallel(Transform):
         """Return this rank's part of a batch; its tensors are views.
 
         Raises:
-            StrategyError: a sequence that cannot be divided, or packed rows whose document ids would be divided.
+            StrategyError: a sequence that cannot be split evenly, or packed rows whose document ids would be split.
         """
         dims = self.plan.dims
         if self.size == 1:
@@ -168,7 +168,7 @@ class ContextParallel(Transform):
         """This rank's part along one dimension, as a view; the whole tensor if it lacks that dimension.
 
         Raises:
-            StrategyError: a sequence that cannot be divided.
+            StrategyError: a sequence that cannot be split evenly.
         """
         if tensor.dim() <= dim:
             return tensor
@@ -400,7 +400,7 @@ def dividing(
         checked: check that every attention call is intercepted; for the first step.
 
     Raises:
-        StrategyError: a sequence cannot be divided, or attention was not intercepted.
+        StrategyError: a sequence cannot be split evenly, or attention was not intercepted.
     """
     if len(buffers) != len(dims):
         raise StrategyError(

@@ -42,7 +42,7 @@ __all__ = [
 @final
 @dataclass(frozen=True)
 class Layout:
-    """How a model is divided into stages.
+    """How a model is split into stages.
 
     Attributes:
         blocks: for each stage, the names of its blocks in the model, in order.
@@ -58,7 +58,7 @@ class Layout:
 
 
 def pipelined_model(module: nn.Module, plan: PipelinePlan) -> tuple[str, nn.Module]:
-    """The submodule that is divided into stages, with its name in the module ("" for the module itself)."""
+    """The submodule that is split into stages, with its name in the module ("" for the module itself)."""
     if plan.model is not None:
         try:
             return plan.model, module.get_submodule(plan.model)
@@ -88,7 +88,7 @@ def pipelined_model(module: nn.Module, plan: PipelinePlan) -> tuple[str, nn.Modu
 
 
 def lay_out(model: nn.Module, plan: PipelinePlan, stages: int) -> Layout:
-    """Divide a model into stages.
+    """Split a model into stages.
 
     Args:
         model: the full model.

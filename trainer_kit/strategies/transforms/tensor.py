@@ -292,7 +292,7 @@ def _check_divisible(subject: str, value: int, size: int, fix: str) -> None:
     divisors = [divisor for divisor in range(2, size) if value % divisor == 0]
     size_fix = f"use tp={divisors[-1]}" if divisors else "use another tp"
     raise StrategyError(
-        f"{subject} cannot be divided among {plural(size, 'rank')}",
+        f"{subject} cannot be split evenly over {plural(size, 'rank')}",
         found=f"{subject} = {value}, tp={size}",
         fix=f"{size_fix}, or {fix}",
     )

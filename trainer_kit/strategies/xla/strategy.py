@@ -43,7 +43,7 @@ class XLAStrategy(Strategy):
     """torch_xla (https://docs.pytorch.org/xla): one process drives all devices of its machine, or each drives one.
 
     - One process, one device: a step is one compiled graph, which ends where the optimizer has stepped.
-    - One process, several devices (SPMD; Xu et al., GSPMD, 2021): a batch is divided over the devices by its first
+    - One process, several devices (SPMD; Xu et al., GSPMD, 2021): a batch is split over the devices by its first
       dimension, and with ``shard_parameters`` weights and optimizer state as well (torch_xla's FSDPv2). ``batch_size``
       counts the samples of the process, over all its devices.
     - Inside ``torch_xla.launch``, one process a device: gradients are averaged over the processes.
@@ -139,7 +139,7 @@ class XLAStrategy(Strategy):
         self.shard_batch = self._shard_batch
 
     def _shard_batch(self, batch: Batch) -> Batch:
-        """Divide a batch: each device computes some of its rows."""
+        """Split a batch: each device computes some of its rows."""
         return map_tensors(batch, self._shard_rows)
 
     def _shard_rows(self, tensor: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class XLAStrategy(Strategy):
         xs.mark_sharding(tensor, self._mesh, tuple(axes))
 
     def _shard_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """Divide along the longest dim, as torch_xla's FSDPv2 does; scalars stay whole on each device."""
+        """Shard along the longest dim, as torch_xla's FSDPv2 does; scalars stay whole on each device."""
         if self.shard_parameters and self._mesh is not None:
             for tensor in tensors:
                 if tensor.dim() > 0 and tensor.device.type == "xla":
@@ -185,7 +185,7 @@ class XLAStrategy(Strategy):
     def prepare_module(
         self, module: nn.Module, manual: bool, precision: Precision
     ) -> None:
-        """Move and divide; nothing wraps it."""
+        """Move and shard; nothing wraps it."""
         if manual and self.world.size > 1:
             raise StrategyError(
                 "manual optimization on XLA needs one process for all devices",
@@ -196,7 +196,7 @@ class XLAStrategy(Strategy):
         self._parameters = list(module.parameters())
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
-        """Move and divide; nothing wraps it."""
+        """Move and shard; nothing wraps it."""
         # torch_xla does not convert parameters with weak references.
         parameters = dict(module.named_parameters())
         self.place_module(module, precision)
@@ -251,7 +251,7 @@ class XLAStrategy(Strategy):
     def load_module_state(
         self, module: nn.Module, state: SavedState, strict: bool
     ) -> None:
-        """Load as torch does; divided tensors stay divided."""
+        """Load as torch does; sharded tensors stay sharded."""
         load_module_weights(module, state, strict)
         self._shard_tensors(module.parameters())
         self._sync()
@@ -269,7 +269,7 @@ class XLAStrategy(Strategy):
     def load_optimizer_state(
         self, optimizer: Optimizer, groups: GroupOptions, state: States
     ) -> None:
-        """Load as torch does; divided tensors stay divided."""
+        """Load as torch does; sharded tensors stay sharded."""
         load_optimizer_state(optimizer, groups, state)
         for values in optimizer.state.values():
             tensors = [value for value in values.values() if isinstance(value, Tensor)]
