@@ -260,6 +260,7 @@ class Accelerator:
         deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | None = None,
         **unknown: NoReturn,  # so that a type checker refuses each
     ) -> None:
+        # First, while no other local name exists: it reads arguments by name.
         engines = engine_arguments(locals())
         self.environment = Environment.detect()
         self.deepspeed_plugins = named_plugins(engines)
@@ -279,6 +280,7 @@ class Accelerator:
         self.origins |= chosen_sizes(options)
         self.strategy = started_strategy(options, on_cpu, self.environment)
         self._engine_options = {**options, **describe_engine(strategy, self.strategy)}
+        # A strategy object or the launcher may have chosen tensor parallelism too; Accelerate shows it under this name.
         split_layers = find_option(self._engine_options, TorchTensorParallelPlugin)
         self.torch_tp_plugin = torch_tp_plugin or split_layers
         self.precision = resolve_precision(precision_name, self.strategy, options)
@@ -303,6 +305,7 @@ class Accelerator:
             device_placement=device_placement,
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
             scheduler_steps_per_process=scheduler_steps_per_process,
+            # `seed=` of this Accelerator has priority over Accelerate's option.
             data_seed=self.dataloader_config.data_seed if seed is None else seed,
             rng_types=rng_types,
         )
@@ -337,6 +340,7 @@ class Accelerator:
             project,
             self.tracking.end_by_hang,
         )
+        # Weakly: functions such as `gather` find the newest Accelerator, but do not keep it alive.
         _NEWEST[:] = [ref(self)]
 
     # -- preparing -------------------------------------------------------------------------------------------------

@@ -73,6 +73,8 @@ class DeepSpeedState:
             CheckpointError: the checkpoint does not match the prepared objects.
         """
         strategy = self._strategy
+        # What each process does alone is wrapped in `fail_together`, or one error would leave the others in a
+        # collective.
         world = strategy.world
         content = fail_together(world, lambda: deepspeed_content(self._files))
         if len(models) != 1 or len(optimizers) > 1:
@@ -135,6 +137,7 @@ class DeepSpeedState:
     def _check_moments(self, content: DeepSpeedContent, optimizer: Optimizer) -> None:
         reason = "it contains no moments"
         if content.moments:
+            # Only optimizers of Adam's kind have two moments under DeepSpeed's names.
             if "betas" in optimizer.param_groups[0]:
                 return
             kind = type(optimizer).__name__
@@ -200,6 +203,7 @@ def _check_schedule(
 ) -> None:
     if saved is None or not schedulers:
         return
+    # More keys in the scheduler are allowed: a newer torch adds some, and their defaults apply.
     if len(schedulers) == 1 and not saved.keys() - schedulers[0].state_dict().keys():
         return
     prepared = f"{len(schedulers)} schedulers"
@@ -231,5 +235,6 @@ def _name_moments(
         for state, name in zip(states, names, strict=True):
             master = state.pop("master", None)
             content.moments[name] = state
+            # The master weights in float32 are more exact than the half-precision weights in the file.
             if master is not None:
                 content.weights[name] = master

@@ -104,6 +104,7 @@ class _Looped(Protocol):
 class _View:
     """Base of the loop objects; accessing any attribute that they do not define raises `AttributeError`."""
 
+    # Views without state: Lightning's programs keep a loop object and read it later.
     _trainer: _Looped
 
     def __init__(self, trainer: _Looped) -> None:
@@ -144,6 +145,7 @@ class Counts:
     def __init__(
         self, ready: int, started: int, processed: int, completed: int
     ) -> None:
+        # Past `__setattr__`, which refuses every assignment.
         vars(self).update(
             ready=ready, started=started, processed=processed, completed=completed
         )
@@ -170,6 +172,7 @@ class BatchProgress(_View):
         # Progress counts a batch when it is complete. What it does not know is how far the running batch is: the hook
         # that is being called says so.
         progress, hook, index, _ = self._trainer.position()
+        # Lightning's order: ready before the hook of the start, started after it, processed before the hook of the end.
         if hook == "on_train_batch_start":
             return Counts(index + 1, index, index, index)
         if hook in _IN_A_BATCH:
@@ -185,6 +188,7 @@ class BatchProgress(_View):
         """Batches of the fit."""
         progress, hook, _, _ = self._trainer.position()
         current = self.current
+        # Completed batches of earlier epochs, to which the running one is added.
         earlier = progress.batch - progress.epoch_batch
         # The last epoch is over, and `current` still shows its batches.
         if hook not in _IN_AN_EPOCH and not progress.epoch_batch:
@@ -208,6 +212,7 @@ class EpochProgress(_View):
         epoch = progress.epoch
         if not fits or not (progress.epoch_batch or hook in _IN_AN_EPOCH):
             return Counts(epoch, epoch, epoch, epoch)
+        # The hook of the start is called while the epoch is only ready.
         started = epoch + (hook != "on_train_epoch_start")
         processed = epoch + (hook == "on_train_epoch_end")
         return Counts(epoch + 1, started, processed, epoch)
@@ -277,6 +282,7 @@ class EpochLoop(_StepLimits, _View):
         """Optimizer steps so far."""
         return self._trainer.global_step
 
+    # Private in Lightning, but read by its loggers' examples and by packages.
     _batches_that_stepped = global_step
 
     @property
