@@ -94,6 +94,7 @@ def mix(
         key=key,
     )
     shares = mixture.shares(0)
+    # A schedule may raise the weight later; a constant weight of 0 would make the epoch endless.
     if until == "all" and not callable(weights) and 0 in shares.values():
         raise DataError(
             'with until="all" every source must be read',
@@ -135,6 +136,7 @@ class Mixture(Stream):
         epoch: int,
         state: CursorState = None,
     ) -> Cursor:
+        # Kept for `counts` and `epochs`, which describe the newest pass.
         self._cursor = _MixtureCursor(
             self,
             epoch,
@@ -173,6 +175,7 @@ class Mixture(Stream):
             weights = weights(drawn)
         values = list(weights.values())
         wrong_value = any(not math.isfinite(value) or value < 0 for value in values)
+        # Also for each result of a schedule: a wrong one is an error at the sample where it happens.
         if weights.keys() != self.sources.keys() or wrong_value or not sum(values):
             names = ", ".join(self.sources)
             raise DataError(
@@ -211,6 +214,7 @@ class _MixedSource:
             self.epochs = state["epochs"]
             cursor_state = state["cursor"]
         self._epoch = epoch
+        # Each pass of a source has its own epoch, so a small source is shuffled again each time.
         self._cursor = stream.open(epoch + self.epochs, cursor_state)
 
     def take(self) -> Draw | None:
@@ -252,6 +256,7 @@ class _MixtureCursor(Cursor):
         if state is not None:
             self._drawn = state["drawn"]
             states = state["sources"]
+        # In any order: states are found by name.
         if states.keys() != mixture.sources.keys():
             raise CheckpointError(
                 "loaders",
@@ -268,6 +273,7 @@ class _MixtureCursor(Cursor):
             )
         # The order of names decides between equals.
         names = list(mixture.sources)
+        # A new ranking each epoch: with equal weights the same source would otherwise always come first.
         keys = [
             derive_seed(
                 mixture.seed,
@@ -299,11 +305,15 @@ class _MixtureCursor(Cursor):
     def __next__(self) -> Draw:
         if self._drawn == self._mixture.until:
             raise StopIteration
+        # Asked for each sample only where weights are a function.
         shares = self._shares or self._mixture.shares(self._drawn)
+        # The source that is furthest behind its share: counts never differ from the shares by a whole round, as random
+        # draws would.
         name = max(
             self._ranking,
             key=lambda name: self._sources[name].behind + shares[name],
         )
+        # Before the shares are added: at the end of the data nothing has changed.
         draw = self._take(name)
         for source_name, source in self._sources.items():
             source.fall_behind(shares[source_name])
@@ -323,6 +333,7 @@ class _MixtureCursor(Cursor):
         draw = source.take()
         if draw is not None:
             return draw
+        # Without this check an empty source would begin again for ever.
         if not source.count:
             raise DataError(
                 "a source of this mixture has no samples",
@@ -349,6 +360,7 @@ class _MixtureCursor(Cursor):
             return False
         unread = []
         for other_name, source in self._sources.items():
+            # A source that began again has been read as a whole.
             if other_name != name and not source.epochs:
                 unread.append(other_name)
         return not unread

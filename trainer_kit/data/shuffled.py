@@ -134,6 +134,7 @@ class _BufferCursor(Cursor):
             self._yielded = state["yielded"]
             source_state = state["source"]
             self._positions.extend(source_state["needed"].tolist())
+        # The samples of the buffer are not saved, only their positions: a resume reads them again.
         self._source = ReplayedCursor(
             stream.source,
             epoch,
@@ -142,6 +143,7 @@ class _BufferCursor(Cursor):
         )
         self._draws = [self._source.draws[position] for position in self._positions]
         slots = range(len(self._positions))
+        # The slot of each position, to find the oldest draw without a search.
         self._slots = dict(
             zip(
                 self._positions,
@@ -156,6 +158,7 @@ class _BufferCursor(Cursor):
         self._ended = False
 
     def __next__(self) -> Draw:
+        # Filled before the first draw, and again after each one.
         while not self._ended and len(self._draws) < self._size:
             self._add()
         if not self._draws:
@@ -177,6 +180,7 @@ class _BufferCursor(Cursor):
     def _choose_slot(self) -> int:
         while self._oldest not in self._slots:
             self._oldest += 1
+        # Bounds how far back a resume must read: by chance one draw could stay in the buffer for very long.
         if self._source.read - self._oldest > _OLDEST * self._size:
             return self._slots[self._oldest]
         number = derive_seed(self._seed, self._yielded)
@@ -184,6 +188,7 @@ class _BufferCursor(Cursor):
 
     def _remove(self, slot: int) -> Draw:
         """Return the draw of a slot, and move the last one into it."""
+        # The order inside the buffer does not matter, so nothing is shifted.
         draw = self._draws[slot]
         del self._slots[self._positions[slot]]
         last_draw = self._draws.pop()
@@ -217,6 +222,7 @@ class _PermutedStream(Stream):
         epoch: int,
         state: CursorState = None,
     ) -> Cursor:
+        # The dataset may draw by epoch too, for example augmentations.
         self.source.set_source_epoch(epoch)
         count = len(self.source.source)
         permutation = Permutation(count, derive_seed(self.seed, epoch))
@@ -277,6 +283,7 @@ class Permutation:
         seed: int,
     ) -> None:
         self.count = count
+        # An even number of bits, since both halves of a Feistel network have the same size.
         bits = max(count - 1, 1).bit_length()
         self._half_bits = (bits + 1) // 2
         self._half_mask = (1 << self._half_bits) - 1
@@ -285,6 +292,7 @@ class Permutation:
     def __call__(self, position: int) -> int:
         """Return the index at a position of the order."""
         index = self._encipher(position)
+        # Cycle walking: it keeps the order a permutation, because enciphering is one on the larger range.
         while index >= self.count:
             index = self._encipher(index)
         return index

@@ -130,6 +130,7 @@ class Stream(IterableDataset[Sample], ABC):
 
     def state_dict(self) -> StateDict:
         """Return the position after the last sample that this process has yielded."""
+        # Loaded, but no pass has begun: the position is the loaded one.
         if self._saved is not None:
             return dict(self._saved)
         if self._pass is None:
@@ -169,6 +170,7 @@ class _WorkerPass:
         return self
 
     def __next__(self) -> Sample:
+        # Every worker walks over all draws, and reads only its own: the order does not depend on the number of workers.
         for draw in self._cursor:
             worker = self._draws % self._workers
             self._draws += 1
@@ -200,6 +202,7 @@ def as_stream(source: object) -> Stream:
     """
     if isinstance(source, Stream):
         return source
+    # A text is a sequence of characters, and a mapping iterates over its keys: neither is meant.
     holds_samples = not isinstance(source, (str, bytes, Mapping))
     if holds_samples and _is_indexed(source):
         return IndexedStream(source)
@@ -259,6 +262,7 @@ class _IndexedCursor(Cursor):
     ) -> None:
         self._stream = stream
         self._index = index
+        # At the start of the pass, as a DataLoader's sampler does.
         self._count = len(stream.source)
 
     def __next__(self) -> Draw:
@@ -302,6 +306,7 @@ class _IterableCursor(Cursor):
         self._read = 0
         if state is not None:
             self._read = state["read"]
+        # Many sources read the worker once, in __iter__.
         with _without_workers():
             if state is not None and self._stateful is not None:
                 self._stateful.load_state_dict(state["source"])
@@ -317,6 +322,7 @@ class _IterableCursor(Cursor):
         with _without_workers():
             sample = next(self._iterator)
         self._read += 1
+        # Read already: an iterable has no way to skip a sample for another worker.
         return lambda: sample
 
     def state(self) -> CursorState:
@@ -405,6 +411,7 @@ class ReplayedCursor:
         if state is None:
             self._cursor = stream.open(epoch)
             return
+        # Back to the anchor, and forward over everything that was read since.
         self.read = state["anchor"]
         self._cursor = stream.open(epoch, state["stream"])
         needed = set(state["needed"].tolist())
@@ -422,6 +429,7 @@ class ReplayedCursor:
 
     def take(self) -> Draw | None:
         """Return the next draw; None at the end of the stream."""
+        # A state of the stream costs memory, so one is kept for each interval and not for each draw.
         if self.read % self._interval == 0 or not self._anchors:
             self._anchors.append((self.read, self._cursor.state()))
         draw = next(self._cursor, None)
@@ -440,6 +448,7 @@ class ReplayedCursor:
         if earliest == self.read:
             stream_state = self._cursor.state()
         else:
+            # Anchors before the earliest needed draw are never used again, except for the last one before it.
             while len(self._anchors) > 1 and self._anchors[1][0] <= earliest:
                 self._anchors.popleft()
             anchor, stream_state = self._anchors[0]

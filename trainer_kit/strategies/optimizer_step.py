@@ -97,6 +97,7 @@ def direct_step(optimizer: Optimizer) -> StepMethod:
 
     def step(*arguments: Any, **options: Any) -> object:
         nonlocal instance_step, class_step, update
+        # Compared in each step: a scheduler or a library may replace it at any time.
         if attributes.get("step") is not instance_step or kind.step is not class_step:
             instance_step = attributes.get("step")
             class_step = kind.step
@@ -113,8 +114,10 @@ def direct_step(optimizer: Optimizer) -> StepMethod:
         if not update.needs_no_grad:
             return update.function(optimizer, *arguments, **options)
         updated: Optimizer | _WithJoinedGroups = optimizer
+        # Below this number, comparing the options takes longer than the kernels that are saved.
         if update.may_join_groups and len(optimizer.param_groups) >= _MANY_GROUPS:
             updated = _WithJoinedGroups(optimizer)
+        # Functions of torch's C++ and no context manager: `no_grad` is two Python calls.
         mode = torch.is_grad_enabled()
         set_grad_mode(False)
         try:
@@ -146,6 +149,7 @@ def _find_update(optimizer: Optimizer) -> _Update | None:
         notes_step = True
     if not isinstance(stepping, FunctionType):
         return None
+    # torch wraps step with hooks and the profiler, and below that with `no_grad`: both are peeled off.
     below_hooks = step_below_hooks(stepping)
     if below_hooks is None:
         return None
@@ -199,6 +203,7 @@ def _join_equal_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _options_of(group: SavedState) -> tuple[object, ...]:
     """Equal for groups whose parameters may be updated together."""
     options = [_comparable(name, value) for name, value in group.items()]
+    # As a set: the order of parameters in a group does not matter.
     kinds = frozenset(map(_kind_of, group["params"]))
     return (*options, kinds)
 
@@ -218,6 +223,7 @@ def _comparable(name: str, value: object) -> object:
 
 def _kind_of(parameter: torch.Tensor) -> tuple[object, ...]:
     gradient = parameter.grad
+    # torch's foreach kernels do not take sparse gradients.
     is_sparse = gradient is not None and gradient.is_sparse
     return type(parameter), parameter.device, is_sparse
 
@@ -236,6 +242,7 @@ def drop_gradients_of(optimizer: Optimizer, set_to_none: bool = True) -> None:
     if is_profiling():
         optimizer.zero_grad(set_to_none)
         return
+    # torch's own method also enters a profiler range and looks for foreach, which None does not need.
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
