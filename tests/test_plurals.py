@@ -44,6 +44,7 @@ _ALLOWED = {
     ("inference/pipeline.py", "list(sizes)"): _LISTED,
     ("verify/local_ranks.py", "_turns().rank"): "a rank of threads",
     ("commands/script.py", "script"): _VERB,
+    ("commands/estimate_memory.py", "shapes.parameters"): _SEVERAL,
     ("verify/compare.py", "window"): _SEVERAL,
     ("state/optimizer_states.py", "sizes"): _LISTED,
     ("step/optimize.py", "self.strategy.name"): _VERB,

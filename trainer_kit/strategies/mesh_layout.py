@@ -71,11 +71,13 @@ def _wrong_number(
     if not has_open_axis:
         fix = f"launch {plural(ranks, 'process')}, or leave one axis at -1"
         return StrategyError(
-            f"the mesh needs {ranks} ranks, but {launched}", found=mesh_text, fix=fix
+            f"the mesh needs {plural(ranks, 'rank')}, but {launched}",
+            found=mesh_text,
+            fix=fix,
         )
     nearest = ranks * max(1, round(processes / ranks))
     return StrategyError(
-        f"the mesh needs {ranks} ranks or a multiple, but {launched}",
+        f"the mesh needs {plural(ranks, 'rank')} or a multiple, but {launched}",
         found=mesh_text,
         fix=f"launch {plural(nearest, 'process')}",
     )
