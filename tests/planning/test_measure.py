@@ -725,7 +725,7 @@ def test_engines_without_a_fake_path_are_calculated():
 @pytest.mark.parametrize(
     ("tried", "says"),
     [
-        (candidate("tp3", 4), "places"),
+        (candidate("tp3", 4), "needs 3 ranks or a multiple"),
         (candidate("nothing", 2), "nothing"),
         (candidate("ddp", 2, offload=True), "host memory"),
         (candidate(precision="12-true"), "12-true"),

@@ -38,7 +38,7 @@ def split(module: nn.Module, plan: Any, size: int = 2, **flags: bool) -> None:
     TensorParallel(ParallelPlan(tensor=plan, **flags)).apply(module, Axis(size))  # type: ignore[arg-type]
 
 
-def test_places_are_counted_before_anything_starts() -> None:
+def test_ranks_of_a_mesh_are_counted_before_anything_starts() -> None:
     assert MeshStrategy(tp=2).places(8) == {
         "pp": 1,
         "dp_replicate": 1,
@@ -67,7 +67,7 @@ def test_places_are_counted_before_anything_starts() -> None:
         )
     with pytest.raises(StrategyError, match="-1 for dp_shard, tp"):
         MeshStrategy(tp=-1)
-    with pytest.raises(StrategyError, match="is at least 1\n  found: cp=0"):
+    with pytest.raises(StrategyError, match="must be an integer ≥ 1\n  found: cp=0"):
         MeshStrategy(cp=0)
 
 
