@@ -540,7 +540,7 @@ def test_options_of_accelerate_for_memory(
     stand_in = types.ModuleType("timm")
     stand_in.create_model = lambda name, pretrained, width=4: nn.Linear(width, width)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "timm", stand_in)
-    assert "timm-net: 72 numbers" in call(
+    assert "timm-net: 72 parameters" in call(
         "estimate-memory", "timm-net", "--library_name", "timm", "--args", "width: 8"
     )
 

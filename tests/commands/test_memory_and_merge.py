@@ -164,7 +164,7 @@ def test_a_config_of_transformers(tmp_path):
     except ImportError:
         assert (code, "pip install transformers" in said) == (2, True)
     else:
-        assert (code, "1,816 numbers" in said) == (0, True)
+        assert (code, "1,816 parameters" in said) == (0, True)
 
 
 def test_merge_of_every_kind(tmp_path):

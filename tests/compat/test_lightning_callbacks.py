@@ -395,7 +395,8 @@ def test_a_class_whose_package_lacks_lightning_is_refused_with_what_to_do() -> N
         def on_validation_end(self, trainer: Any, pl_module: Any) -> None: ...
 
     with pytest.raises(
-        ConfigurationError, match=r"(?s)WithoutBase has hooks .*install lightning"
+        ConfigurationError,
+        match=r"(?s)WithoutBase has callback hooks.*install lightning",
     ):
         fit(WithoutBase())
 

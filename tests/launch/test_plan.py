@@ -108,7 +108,8 @@ def test_the_script_receives_values_and_their_sources() -> None:
 
 def test_variables_are_checked() -> None:
     with pytest.raises(
-        ConfigurationError, match="TRAINER_KIT_NUM_PROCESSES: num_processes is a whole"
+        ConfigurationError,
+        match="TRAINER_KIT_NUM_PROCESSES: num_processes is an integer",
     ):
         options("", None, {"TRAINER_KIT_NUM_PROCESSES": "many"})
 

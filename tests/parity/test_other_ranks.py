@@ -253,7 +253,7 @@ def test_changed_batches_are_printed(tmp_path: Path, capsys: Any) -> None:
     regression(str(tmp_path), 1, 4, True, {})
     printed = capsys.readouterr().out
     assert (
-        "continuing at batch 6 of the epoch: 3 batches of 2 samples were trained on, they are of 1 sample"
+        "continuing at batch 6 of the epoch: 3 batches of 2 samples were trained on, batches have 1 sample now"
         in printed
     )
     assert "global_batch_size= keeps" in printed

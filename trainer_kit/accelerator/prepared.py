@@ -33,7 +33,13 @@ from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import order_seed
-from trainer_kit.core.types import Function, Loaders, LRSchedulerLike
+from trainer_kit.core.types import (
+    Function,
+    Loaders,
+    LRSchedulerLike,
+    SavedState,
+    StateDict,
+)
 from trainer_kit.data.combined import CombinedLoader
 from trainer_kit.options.deepspeed import (
     DeepSpeedPlugin,
@@ -128,6 +134,14 @@ class Prepared:
         self._loader_options = loaders
         self._dynamo = dynamo
         self._deepspeed_plugins = deepspeed_plugins
+
+    def __getstate__(self) -> StateDict:
+        # Weak references cannot be pickled.
+        return {**vars(self), "_changed_models": None}
+
+    def __setstate__(self, state: SavedState) -> None:
+        vars(self).update(state)
+        self._changed_models = WeakSet(map(unwrap, self.models))
 
     def prepare(
         self,

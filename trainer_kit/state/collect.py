@@ -647,4 +647,7 @@ def _is_convertible(before: _Stride, now: _Stride) -> bool:
 
 
 def _stride_text(stride: _Stride) -> str:
-    return " and ".join(dict.fromkeys(f"{number} {unit}" for unit, number in stride))
+    sizes = []
+    for unit, number in stride:
+        sizes.append(plural(number, unit.removesuffix("s"), unit))
+    return " and ".join(dict.fromkeys(sizes))
