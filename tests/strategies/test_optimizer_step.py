@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import warnings
 from collections.abc import Callable
@@ -300,6 +301,113 @@ def test_fused_kernels_divide_by_a_scale_in_torchs_own_step() -> None:
     step()
     for expected, weight in zip(after, net.parameters(), strict=True):
         assert torch.equal(expected, weight)
+
+
+def stepped(
+    kind: str, change: Callable[[Optimizer, Any], None], direct: bool
+) -> tuple[Any, str]:
+    """One weight after three steps, a change, and two more."""
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = FUSED[kind]([weight])
+    step = direct_step(optimizer) if direct else optimizer.step
+    for turn in range(5):
+        weight.grad = torch.full((2,), 0.5 + turn)
+        if turn == 3:
+            change(optimizer, weight)
+        step()
+    return weight.detach(), str(optimizer.state_dict())
+
+
+CHANGES: dict[str, Callable[[Optimizer, Any], None]] = {
+    "states are cleared": lambda optimizer, weight: optimizer.state.clear(),
+    "a state is replaced": lambda optimizer, weight: optimizer.state.__setitem__(
+        weight,
+        {
+            name: torch.zeros_like(value)
+            for name, value in optimizer.state[weight].items()
+        },
+    ),
+    "momentum is switched on": lambda optimizer, weight: optimizer.param_groups[
+        0
+    ].update(momentum=0.5),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", ["sgd", "momentum", "adamw"])
+def test_states_that_other_code_changes_are_used(kind: str, change: str) -> None:
+    """The lists were gathered before: an update of what nobody has any more would be lost in silence."""
+    if kind == "sgd" and change == "a state is replaced":
+        pytest.skip("plain SGD has no state")
+    expected, expected_state = stepped(kind, CHANGES[change], direct=False)
+    weight, state = stepped(kind, CHANGES[change], direct=True)
+    assert torch.equal(expected, weight)
+    assert state == expected_state
+
+
+def test_a_parameter_that_other_code_replaces_in_its_list_is_updated() -> None:
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = FUSED["adamw"]([first])
+    step = direct_step(optimizer)
+    for turn in range(4):
+        first.grad = second.grad = torch.ones(2)
+        if turn == 2:
+            before = first.detach().clone()
+            optimizer.param_groups[0]["params"][0] = second
+        step()
+    assert torch.equal(first, before)
+    assert not torch.equal(second, torch.ones(2))
+
+
+def test_a_wrapper_of_the_class_with_torchs_marks_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[int] = []
+    original = torch.optim.SGD.step
+
+    @functools.wraps(original)
+    def counted(self: Any, *arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        return original(self, *arguments, **options)
+
+    net, optimizer = make("sgd")
+    backward(net)
+    step = direct_step(optimizer)
+    step()
+    monkeypatch.setattr(torch.optim.SGD, "step", counted)
+    step()
+    direct_step(optimizer)()
+    assert calls == [1, 1]
+
+
+def test_a_patch_of_every_zero_grad_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(
+        Optimizer, "zero_grad", lambda self, set_to_none=True: calls.append(1)
+    )
+    _, optimizer = make("sgd")
+    drop_gradients_of(optimizer)
+    assert calls == [1]
+
+
+def test_options_that_a_closure_changes_are_used_in_its_step() -> None:
+    weights = [nn.Parameter(torch.ones(1)) for _ in range(10)]
+    optimizer = torch.optim.SGD(
+        [{"params": [weight], "meta": {"layer": 1}} for weight in weights], lr=0.1
+    )
+
+    def closure() -> float:
+        for group, weight in zip(optimizer.param_groups, weights, strict=True):
+            group["lr"] = 1.0
+            weight.grad = torch.ones(1)
+        return 0.0
+
+    step = direct_step(optimizer)
+    step(closure)
+    assert [weight.item() for weight in weights] == [0.0] * 10
+    # An entry that cannot be a key, such as the dict above, is no obstacle.
+    step()
+    assert [weight.item() for weight in weights] == [-1.0] * 10
 
 
 class Regression(tk.TrainModule):

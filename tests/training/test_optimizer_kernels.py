@@ -128,3 +128,46 @@ def test_auto_leaves_an_optimizer_without_one_alone(
 def test_a_wrong_word_is_refused() -> None:
     with pytest.raises(tk.ConfigurationError, match="did you mean 'fused'"):
         tk.Trainer(optimizer_kernel="fusd")
+
+
+class Complex(Module):
+    def __init__(self) -> None:
+        super().__init__(torch.optim.AdamW)
+        self.phase = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def test_parameters_that_a_fused_kernel_does_not_take(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(tk.ConfigurationError, match=r"a parameter is torch\.complex64"):
+        fit(Complex(), optimizer_kernel="fused", enable_checkpointing=False)
+    fit(Complex(), optimizer_kernel="auto", enable_checkpointing=False)
+    assert "AdamW's default (a parameter is torch.complex64" in capsys.readouterr().out
+
+
+@pytest.mark.world_size(2)
+def test_shards() -> None:
+    """torch's fused SGD has no rule for them: it failed in the first step."""
+    options = {"strategy": "fsdp", "enable_checkpointing": False, "devices": 2}
+    batches = [torch.randn(4, 32) for _ in range(2)]
+    trainer = tk.Trainer(
+        accelerator="cpu",
+        logger=False,
+        max_epochs=1,
+        optimizer_kernel="auto",
+        **options,
+    )
+    trainer.fit(Module(torch.optim.SGD, lr=0.1), batches)
+    assert not trainer.optimizers[0].param_groups[0].get("fused")
+    trainer = tk.Trainer(
+        accelerator="cpu",
+        logger=False,
+        max_epochs=1,
+        optimizer_kernel="fused",
+        **options,
+    )
+    trainer.fit(Module(torch.optim.AdamW, lr=0.1), batches)
+    assert trainer.optimizers[0].param_groups[0]["fused"]

@@ -261,6 +261,10 @@ def _merge_options(
     reconfigured: _Options = {}
     for index, present in enumerate(_options(optimizer)):
         options = _without_parameters(saved["param_groups"][index])
+        # A file of another library does not say what was configured, and its kernels are no state of the training.
+        if _CONFIGURED not in saved:
+            options.pop("fused", None)
+            options.pop("foreach", None)
         before = configured_then[index]
         for key, value in configured_now[index].items():
             if key not in options or key not in before or _equal(before[key], value):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, Final, TypeAlias, final
 
 import torch
@@ -24,6 +25,8 @@ _State: TypeAlias = dict[str, Tensor]
 _MOST_TRIES: Final = 8
 """Steps in which the lists are looked for in vain, until torch's own way is taken for good."""
 _ADAM_STATES: Final = frozenset({"step", "exp_avg", "exp_avg_sq"})
+_AMSGRAD_STATES: Final = _ADAM_STATES | {"max_exp_avg_sq"}
+_MOMENTUM_STATES: Final = frozenset({"momentum_buffer"})
 
 
 def has_fused_update(optimizer: Optimizer) -> bool:
@@ -43,12 +46,23 @@ class _Gathered:
     group: _Group
     source: list[nn.Parameter]
     parameters: list[nn.Parameter]
-    states: list[_State]
+    states: list[_State | None]
+    needs: frozenset[str]
 
     def is_current(self, group: _Group) -> bool:
         """Whether the group has the parameters that were gathered."""
         same_group = group is self.group and group["params"] is self.source
-        return same_group and len(self.source) == len(self.parameters)
+        same_length = len(self.source) == len(self.parameters)
+        return (
+            same_group and same_length and all(map(is_, self.source, self.parameters))
+        )
+
+    def has_states_of(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer still has these states; other code may clear or replace them."""
+        present = map(optimizer.state.get, self.parameters)
+        # An option that is changed may need a state that is not there yet.
+        same_needs = _needed_states(self.group) == self.needs
+        return same_needs and all(map(is_, present, self.states))
 
 
 @final
@@ -89,7 +103,8 @@ class FusedUpdate:
                 return False
             calls.append((each, gradients))
         for each, gradients in calls:
-            self._kernel(each.group, each.parameters, gradients, each.states)
+            states = [state for state in each.states if state is not None]
+            self._kernel(each.group, each.parameters, gradients, states)
         return True
 
     def _current(self) -> list[_Gathered] | None:
@@ -102,6 +117,7 @@ class FusedUpdate:
             and self._state is self._optimizer.state
             and len(gathered) == len(groups)
             and all(map(_Gathered.is_current, gathered, groups))
+            and all(each.has_states_of(self._optimizer) for each in gathered)
         )
         if is_current:
             return gathered
@@ -116,12 +132,15 @@ def _gather_all(optimizer: Optimizer) -> list[_Gathered] | None:
     gathered = []
     for group in optimizer.param_groups:
         parameters = list(group["params"])
-        states = [optimizer.state.get(parameter, {}) for parameter in parameters]
+        # None where there is none: plain SGD has no state.
+        states = [optimizer.state.get(parameter) for parameter in parameters]
         if not group.get("fused") or not _have_one_kernel(parameters):
             return None
-        if not all(_is_complete(group, state) for state in states):
+        needs = _needed_states(group)
+        # The first step makes them.
+        if needs and not all(state and _has_all(state, needs) for state in states):
             return None
-        gathered.append(_Gathered(group, group["params"], parameters, states))
+        gathered.append(_Gathered(group, group["params"], parameters, states, needs))
     return gathered
 
 
@@ -139,14 +158,15 @@ def _have_one_kernel(parameters: list[nn.Parameter]) -> bool:
     return len(kinds) == 1
 
 
-def _is_complete(group: _Group, state: _State) -> bool:
-    """Whether a first step has made the state of a parameter."""
+def _needed_states(group: _Group) -> frozenset[str]:
+    """What the kernel needs of the state of each parameter."""
     if "betas" in group:
-        names = _ADAM_STATES
-        if group["amsgrad"]:
-            names = names | {"max_exp_avg_sq"}
-        return state.keys() >= names
-    return not group["momentum"] or state.get("momentum_buffer") is not None
+        return _AMSGRAD_STATES if group["amsgrad"] else _ADAM_STATES
+    return _MOMENTUM_STATES if group["momentum"] else frozenset()
+
+
+def _has_all(state: _State, names: frozenset[str]) -> bool:
+    return all(state.get(name) is not None for name in names)
 
 
 def _has_plain_options(group: _Group) -> bool:

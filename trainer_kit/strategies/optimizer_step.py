@@ -32,6 +32,8 @@ from trainer_kit.strategies.torch_private import (
 
 __all__ = ["direct_step", "drop_gradients_of"]
 
+_ZERO_GRAD: Final = Optimizer.zero_grad
+"""torch's, before any other code may have replaced it."""
 _MANY_GROUPS: Final = 8
 """Groups from which on it is worth looking for equal ones in every step."""
 _TREATS_PARAMETERS_ALONE: Final = frozenset(
@@ -87,20 +89,20 @@ def direct_step(optimizer: Optimizer) -> StepMethod:
         >>> weight.item()
         0.5
     """
-    kind = type(optimizer)
     attributes = vars(optimizer)
     # A scheduler replaces the step of one optimizer, and may be made after this function: see below.
     instance_step = attributes.get("step")
-    class_step = kind.step
+    class_step = type(optimizer).step
     update = _find_update(optimizer)
     fused = FusedUpdate(optimizer) if has_fused_update(optimizer) else None
 
     def step(*arguments: Any, **options: Any) -> object:
         nonlocal instance_step, class_step, update
         # Compared in each step: a scheduler or a library may replace it at any time.
-        if attributes.get("step") is not instance_step or kind.step is not class_step:
+        same_instance_step = attributes.get("step") is instance_step
+        if not same_instance_step or type(optimizer).step is not class_step:
             instance_step = attributes.get("step")
-            class_step = kind.step
+            class_step = type(optimizer).step
             update = _find_update(optimizer)
         # Of an optimizer that has not called torch's constructor there are none to look for.
         if update is None:
@@ -114,15 +116,17 @@ def direct_step(optimizer: Optimizer) -> StepMethod:
         if not update.needs_no_grad:
             return update.function(optimizer, *arguments, **options)
         updated: Optimizer | _WithJoinedGroups = optimizer
-        # Below this number, comparing the options takes longer than the kernels that are saved.
-        if update.may_join_groups and len(optimizer.param_groups) >= _MANY_GROUPS:
-            updated = _WithJoinedGroups(optimizer)
+        # A closure makes the gradients, and may change options: nothing is settled before it has run.
+        has_closure = bool(arguments or options)
+        if update.may_join_groups and not has_closure:
+            # Below this number, comparing the options takes longer than the kernels that are saved.
+            if len(optimizer.param_groups) >= _MANY_GROUPS:
+                updated = _WithJoinedGroups(optimizer)
         # Functions of torch's C++ and no context manager: `no_grad` is two Python calls.
         mode = torch.is_grad_enabled()
         set_grad_mode(False)
         try:
-            # With a closure, the gradients are not there yet.
-            if fused is not None and not arguments and not options and fused.run():
+            if fused is not None and not has_closure and fused.run():
                 return None
             return update.function(updated, *arguments, **options)
         finally:
@@ -217,7 +221,12 @@ def _comparable(name: str, value: object) -> object:
         return name, id(value)
     # Lists cannot be keys: `betas` may be one.
     if isinstance(value, list):
-        return name, tuple(value)
+        value = tuple(value)
+    try:
+        hash(value)
+    except TypeError:
+        # An entry of the user's own, such as a dict.
+        return name, id(value)
     return name, value
 
 
@@ -235,7 +244,7 @@ def drop_gradients_of(optimizer: Optimizer, set_to_none: bool = True) -> None:
         optimizer: any.
         set_to_none: False: gradients become zeros, by torch's own method.
     """
-    is_torchs = type(optimizer).zero_grad is Optimizer.zero_grad
+    is_torchs = type(optimizer).zero_grad is _ZERO_GRAD
     if not set_to_none or not is_torchs or "zero_grad" in vars(optimizer):
         optimizer.zero_grad(set_to_none)
         return

@@ -323,12 +323,13 @@ set_grad_mode: Final[Callable[[bool], object]] = find_private(
 def step_below_hooks(step: FunctionType) -> FunctionType | None:
     """The function below the wrapper that calls step hooks; None where torch has not wrapped this step.
 
-    torch marks its wrapper. Without the mark every step is that of the optimizer itself, only slower.
+    The wrapper is recognized by its code: ``functools.wraps`` copies torch's mark to the wrapper of another library.
+    Without it every step is that of the optimizer itself, only slower.
     """
-    marks = vars(step)
-    if not marks.get("hooked", False):
+    is_wrapper = step.__code__.co_name == "wrapper"
+    if not is_wrapper or step.__globals__["__name__"] != Optimizer.__module__:
         return None
-    return marks.get("__wrapped__")
+    return vars(step).get("__wrapped__")
 
 
 def step_below_grad_mode(step: FunctionType) -> FunctionType | None:
