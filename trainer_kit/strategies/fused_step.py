@@ -160,9 +160,13 @@ def _have_one_kernel(parameters: list[nn.Parameter]) -> bool:
 
 def _needed_states(group: _Group) -> frozenset[str]:
     """What the kernel needs of the state of each parameter."""
-    if "betas" in group:
-        return _AMSGRAD_STATES if group["amsgrad"] else _ADAM_STATES
-    return _MOMENTUM_STATES if group["momentum"] else frozenset()
+    if "betas" not in group:
+        if group["momentum"]:
+            return _MOMENTUM_STATES
+        return frozenset()
+    if group["amsgrad"]:
+        return _AMSGRAD_STATES
+    return _ADAM_STATES
 
 
 def _has_all(state: _State, names: frozenset[str]) -> bool:

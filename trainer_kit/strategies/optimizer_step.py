@@ -94,7 +94,9 @@ def direct_step(optimizer: Optimizer) -> StepMethod:
     instance_step = attributes.get("step")
     class_step = type(optimizer).step
     update = _find_update(optimizer)
-    fused = FusedUpdate(optimizer) if has_fused_update(optimizer) else None
+    fused = None
+    if has_fused_update(optimizer):
+        fused = FusedUpdate(optimizer)
 
     def step(*arguments: Any, **options: Any) -> object:
         nonlocal instance_step, class_step, update
