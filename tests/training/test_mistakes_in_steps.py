@@ -160,3 +160,20 @@ def test_text_is_not_logged(value):
     assert error.value.problem == "'note' is not a number"
     assert repr(value) in error.value.found
     assert "use self.print" in error.value.fix
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_loss_without_a_graph(later):
+    """In the first step, and in a later one, whose result is no longer looked at closely where it is a tensor."""
+
+    class Detached(Net):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            if later and not batch_idx:
+                return loss
+            return loss.detach()
+
+    error = tk.ConfigurationError if not later else RuntimeError
+    with pytest.raises(error, match=r"requires? a? ?grad") as caught:
+        tk.Trainer(max_epochs=1, **OFF).fit(Detached(), GOOD)
+    assert later or "without .detach()" in str(caught.value)

@@ -6,7 +6,7 @@ import pytest
 
 from trainer_kit import Duration, Progress
 from trainer_kit.data import EpochLength
-from trainer_kit.step.schedule import Schedule
+from trainer_kit.step.schedule import Interval, Schedule
 
 
 def schedule(batches=10, **given):
@@ -205,3 +205,13 @@ def test_steps_that_are_left():
         )
         == 2
     )
+
+
+def test_an_interval_ends_at_the_next_multiple() -> None:
+    """The loop settles only there: an end that is too early costs time in every step and changes no result."""
+    interval = Interval(Duration.parse("3st"), act=lambda: None)
+    ends = [interval.next_end(Progress(step=step)) for step in range(8)]
+    assert ends == [3, 3, 3, 6, 6, 6, 9, 9]
+    # A resumed run has completed some of them before.
+    interval.done = 4
+    assert interval.next_end(Progress(step=5)) == 15
