@@ -304,3 +304,14 @@ def test_offsets_are_those_of_every_document() -> None:
 def test_mistakes_are_errors(make: Any, text: str) -> None:
     with pytest.raises(DataError, match=text):
         make()
+
+
+def test_rows_of_another_length_do_not_continue_a_state() -> None:
+    """Documents were cut anew: tokens were lost, and others came twice."""
+    documents = [list(range(20)), list(range(100, 103)), list(range(200, 230))]
+    stream = pack(documents, tokens=8)
+    next(iter(stream))
+    longer = pack(documents, tokens=16)
+    longer.load_state_dict(stream.state_dict())
+    with pytest.raises(DataError, match="tokens=16, and tokens=8 in the state"):
+        next(iter(longer))

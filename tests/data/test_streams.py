@@ -314,3 +314,19 @@ def test_another_mixture_or_shorter_data_are_refused_on_a_resume() -> None:
     shorter.load_state_dict(state_after(shuffle(Plain(20), 4), 15))
     with pytest.raises(CheckpointError, match=r"Plain ended after \d+ samples; the"):
         list(shorter)
+
+
+def test_a_shorter_mixture_ends_where_a_longer_one_was_saved() -> None:
+    """It read on for ever: its end was already behind it."""
+    sources = {"a": range(100), "b": range(100)}
+    mixture = mix(sources, until=20)
+    list(islice(mixture, 10))
+    shorter = mix(sources, until=5)
+    shorter.load_state_dict(mixture.state_dict())
+    assert list(islice(shorter, 30)) == []
+
+
+@pytest.mark.parametrize("until", [-1, 2.5, "last"])
+def test_an_end_of_a_mixture_that_never_comes_is_refused(until: Any) -> None:
+    with pytest.raises(DataError, match="an epoch of a mixture ends"):
+        mix({"a": range(3)}, until=until)

@@ -126,3 +126,19 @@ def test_mistakes_are_errors(make: Any, text: str) -> None:
 
 def test_no_samples() -> None:
     assert list(token_budget([], 3)) == []
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "found"),
+    [
+        ([{"input_ids": [1] * 9, "labels": [1] * 9}], {}, "a dict of 2"),
+        ([([1] * 9, 0)], {}, "a tuple of 2"),
+        ([[1], [2]], {"length": [1.9, 0.5]}, "float64"),
+        ([[1], [2]], {"length": lambda sample: 0.5}, "float64"),
+        ([[1], [2]], {"length": [1, -1]}, "from -1"),
+    ],
+)
+def test_lengths_that_are_no_numbers_of_tokens(dataset, options, found) -> None:
+    """A dict has as many entries as keys: batches had many times the budget."""
+    with pytest.raises(DataError, match=found):
+        tk.data.token_budget(dataset, tokens=4, **options)

@@ -72,13 +72,14 @@ def token_budget(
             fix="pass a map-style dataset; a stream of documents is packed by trainer_kit.data.pack",
         )
     if callable(length):
-        lengths = _measure(
+        measured = _measure(
             dataset,
             count,
             length,
         )
     else:
-        lengths = np.asarray(length, np.int64)
+        measured = np.asarray(length)
+    lengths = _as_counts(measured)
     if lengths.shape != (count,):
         raise DataError(
             "a token budget needs one length for each sample",
@@ -104,8 +105,34 @@ def token_budget(
 def _measure(
     dataset: Indexed, count: int, length: Callable[[Sample], int]
 ) -> np.ndarray:
-    lengths = [length(dataset[index]) for index in range(count)]
-    return np.array(lengths, np.int64)
+    lengths = []
+    for index in range(count):
+        sample = dataset[index]
+        # Their number of entries is no number of tokens.
+        if length is len and isinstance(sample, (dict, tuple)):
+            raise DataError(
+                "a token budget does not know the tokens of these samples",
+                found=f"a {kind_of(sample)} of {len(sample)}",
+                fix='pass length=, such as lambda sample: len(sample["input_ids"])',
+            )
+        lengths.append(length(sample))
+    return np.array(lengths)
+
+
+def _as_counts(lengths: np.ndarray) -> np.ndarray:
+    """The lengths as int64.
+
+    Raises:
+        DataError: they are not whole, or below 0: a batch would have more tokens than the budget.
+    """
+    is_whole = lengths.dtype.kind in "iu" or not lengths.size
+    if not is_whole or lengths.min(initial=0) < 0:
+        raise DataError(
+            "the lengths of samples are integers ≥ 0",
+            found=f"{lengths.dtype} from {lengths.min(initial=0)}",
+            fix="count the tokens of each sample",
+        )
+    return lengths.astype(np.int64)
 
 
 @final

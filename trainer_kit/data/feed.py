@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import CheckpointError, DataError
 from trainer_kit.core.seed import preserved_rng, restore_rng, rng_state
 from trainer_kit.core.tensors import BLOCKING, map_leaves
@@ -339,6 +340,16 @@ class LoaderState:
                 None,
                 f"the position in the stream is known for steps of {before} over all ranks, not for steps of {now}",
                 fix="resume with the batch size of the checkpoint, or with one that divides it",
+            )
+        workers = max(saved["workers"], default=0)
+        # One batch of before would be several now, and they come from several workers, each of which has its own part.
+        if count != skip and workers > 1:
+            raise CheckpointError(
+                "loaders",
+                None,
+                f"the position in a stream that {plural(workers, 'worker')} read is known for batches of one size",
+                fix="resume with the batch size of the checkpoint on each rank, or from the end of an epoch;"
+                " with num_workers=1 the size may change",
             )
         batches: int = count
         return batches

@@ -77,7 +77,8 @@ def mix(
             "a mixture needs at least one source",
             found="none",
         )
-    if isinstance(until, str) and until not in _ENDS:
+    is_number = isinstance(until, int) and until >= 0
+    if until is not None and until not in _ENDS and not is_number:
         raise DataError(
             "an epoch of a mixture ends with the first or all of its sources, or after a number of samples",
             found=f"until={until!r}",
@@ -303,7 +304,9 @@ class _MixtureCursor(Cursor):
         return {name: source.epochs for name, source in self._sources.items()}
 
     def __next__(self) -> Draw:
-        if self._drawn == self._mixture.until:
+        until = self._mixture.until
+        # A resumed mixture may have been longer.
+        if isinstance(until, int) and self._drawn >= until:
             raise StopIteration
         # Asked for each sample only where weights are a function.
         shares = self._shares or self._mixture.shares(self._drawn)

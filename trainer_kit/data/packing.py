@@ -401,6 +401,12 @@ class _FitCursor(Cursor):
         self._open_rows = stream.open_rows
         source_state = None
         if state is not None:
+            if state["tokens"] != self._layout.tokens:
+                raise DataError(
+                    "a position among packed rows is known for rows of one length",
+                    found=f"tokens={self._layout.tokens}, and tokens={state['tokens']} in the state",
+                    fix="resume with the former tokens=, or from the end of an epoch",
+                )
             source_state = state["source"]
         self._source = ReplayedCursor(
             stream.source,
@@ -524,6 +530,7 @@ class _FitCursor(Cursor):
             "rows": np.array(rows, np.int64),
             "starts": np.array([piece.start for piece in pieces], np.int64),
             "next_row": self._next_row,
+            "tokens": self._layout.tokens,
         }
 
     def _restore(self, state: CursorState) -> None:
