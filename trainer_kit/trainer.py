@@ -124,7 +124,7 @@ def _entry_point(
     method: Callable[_Parameters, _Result],
 ) -> Callable[_Parameters, _Result]:
     """Decorate an entry point: a call on the class, and unknown or missing arguments, raise an error with a fix."""
-    # At decoration, since it inspects the signature;.
+    # At decoration, since it inspects the signature.
     check = call_check(method, _MISPLACED)
 
     @wraps(method)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 
+from trainer_kit.checkpoint import commit
 from trainer_kit.checkpoint.commit import (
     clean_incomplete,
 )
@@ -84,6 +86,23 @@ def dead_name(target, suffix="tmp"):
     process.wait()
     mine = hidden_path(target, suffix)
     return mine.with_name(mine.name.replace(f".{os.getpid()}-", f".{process.pid}-"))
+
+
+def test_the_new_checkpoint_is_durable_before_the_old_one_is_deleted(
+    saved, tmp_path, monkeypatch
+):
+    """A process may be killed after it swapped two checkpoints and before it synchronized their directory."""
+    old = dead_name(saved, "old")
+    shutil.copytree(saved, old)
+    present_at_sync = []
+
+    def sync(directory):
+        present_at_sync.append((directory, old.exists()))
+
+    monkeypatch.setattr(commit, "sync_directory", sync)
+    assert clean_incomplete(tmp_path) == ["step-12"]
+    assert not old.exists()
+    assert present_at_sync[0] == (tmp_path, True)
 
 
 def test_only_our_own_dead_work_is_cleaned(saved, tmp_path):

@@ -269,8 +269,21 @@ def test_an_overwrite_that_cannot_be_made_durable_is_undone(
     assert os.listdir(tmp_path) == ["step-12"]
 
 
+@pytest.mark.parametrize(
+    ("failure", "raised", "match"),
+    [
+        (
+            OSError(errno.EIO, "Input/output error"),
+            CheckpointError,
+            "the previous checkpoint is now",
+        ),
+        # Control-C during the sync is not turned into a failed save.
+        (KeyboardInterrupt(), KeyboardInterrupt, None),
+    ],
+    ids=["error", "interrupt"],
+)
 def test_a_swap_that_cannot_be_undone_leaves_both_checkpoints(
-    saved, tmp_path, monkeypatch, same, make_state
+    saved, tmp_path, monkeypatch, same, make_state, failure, raised, match
 ):
     """Whether the new name is durable is unknown, so the old files must not go."""
     swaps, real_sync = [], commit.sync_directory
@@ -287,16 +300,17 @@ def test_a_swap_that_cannot_be_undone_leaves_both_checkpoints(
 
     def fail(path):
         if path == tmp_path:
-            raise OSError(errno.EIO, "Input/output error")
+            raise failure
         real_sync(path)
 
     monkeypatch.setattr(commit, "_exchange", swap_once)
     monkeypatch.setattr(commit, "sync_directory", fail)
-    with pytest.raises(CheckpointError, match="the checkpoint of before is now"):
+    with pytest.raises(raised, match=match):
         write_checkpoint(saved, {"progress": {"step": 13}}, overwrite=True)
     assert len(swaps) == 2
     assert read_checkpoint(saved) == {"progress": {"step": 13}}
-    assert same(read_checkpoint(swaps[0]), make_state())
+    (old,) = tmp_path.glob(".step-12.*.old")
+    assert same(read_checkpoint(old), make_state())
 
 
 def test_the_second_rename_failing_puts_the_old_one_back(

@@ -98,6 +98,8 @@ def test_facts_of_hooks():
     assert hooks_where(counts="ep") == epoch
     assert hooks_where(inside="epoch") == epoch | batch
     assert hooks_where(inside="batch") == backward | step - {"on_train_step_end"}
+    with pytest.raises(TypeError, match="HookFacts has no count"):
+        hooks_where(count="st")
     ends = {"on_train_batch_end", "on_train_epoch_end", "on_train_step_end"}
     assert hooks_where(leads=True) == (
         (epoch | batch | step | backward | {"on_train_start"}) - ends

@@ -333,10 +333,8 @@ def work_directory(
         else:
             _rename(work, target)
     except BaseException as error:
-        # Also after a failed commit, which has given the directory its hidden name back. Only after a swap that stands
-        # does the name hold the old checkpoint, the only one that is surely durable.
-        if not isinstance(error, _SwapStands):
-            shutil.rmtree(work, ignore_errors=True)
+        # Also after a failed commit, which has given the directory its hidden name back.
+        shutil.rmtree(work, ignore_errors=True)
         for parent in new_parents:
             # It fails where another process has written into the directory since.
             with suppress(OSError):
@@ -420,6 +418,8 @@ def _clean_entry(entry: Path, hidden: Hidden) -> bool:
         return True
     if not _holds_only_a_save(entry):
         return False
+    # It may be the checkpoint that another one replaced just before the kill: that one must be durable first.
+    sync_directory(entry.parent)
     shutil.rmtree(entry, ignore_errors=True)
     return True
 
@@ -533,10 +533,6 @@ def io_failures(target: Location, needed: int = 0) -> Iterator[None]:
         raise io_failure(target, error, needed) from error
 
 
-class _SwapStands(OSError):
-    """A swap of two directories is perhaps not durable, and could not be undone."""
-
-
 def _replace(work: Path, target: Path) -> None:
     """Give ``work`` the name of the checkpoint ``target``, and delete that one once the new one is durable."""
     # A directory that is not empty cannot be replaced by a rename, so the two names are swapped.
@@ -545,11 +541,17 @@ def _replace(work: Path, target: Path) -> None:
         try:
             sync_directory(target.parent)
         except BaseException as error:
-            # Whether the swap is durable is unknown: the save fails, and the old checkpoint stays.
-            if not _exchange(work, target):
-                reason = f"{error}; the checkpoint of before is now {work.name}"
-                raise _SwapStands(errno.EIO, reason) from error
-            raise
+            # Whether the swap is durable is unknown: the save fails, and the old checkpoint gets its name back.
+            if _exchange(work, target):
+                raise
+            # It is the only checkpoint that is surely durable: under this name, a failed save does not delete it.
+            old = hidden_path(target, "old")
+            os.rename(work, old)
+            if not isinstance(error, OSError):
+                # An interrupt stays an interrupt.
+                raise
+            reason = f"{error}; the previous checkpoint is now {old.name}"
+            raise OSError(errno.EIO, reason) from error
     else:
         # In two steps, between which the target is absent.
         replaced = hidden_path(target, "old")

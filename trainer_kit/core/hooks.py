@@ -495,10 +495,16 @@ HOOK_FACTS: Final = {
 def hooks_where(**facts: object) -> frozenset[str]:
     """The hooks that have all of these facts.
 
+    Raises:
+        TypeError: a name is not one of the fields of `HookFacts`.
+
     Example:
         >>> sorted(hooks_where(counts="ep", leads=True))
         ['on_train_epoch_start']
     """
+    unknown = facts.keys() - vars(HookFacts())
+    if unknown:
+        raise TypeError(f"HookFacts has no {', '.join(sorted(unknown))}")
     hooks = set()
     for name, hook_facts in HOOK_FACTS.items():
         if facts.items() <= vars(hook_facts).items():
