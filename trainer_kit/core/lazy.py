@@ -220,6 +220,7 @@ class _OtherPaths(MetaPathFinder, Loader):
         self._package = package
         self._names = tables
         self._former_name = former
+        self._messages: dict[tuple[str, str], str] = {}
 
     @cached_property
     def _room(self) -> str:
@@ -348,6 +349,14 @@ class _OtherPaths(MetaPathFinder, Loader):
         return packages
 
     def _missing(self, module: str, name: str) -> str:
+        # jsonargparse asks for a few names hundreds of times per command line, and discards the error.
+        message = self._messages.get((module, name))
+        if message is None:
+            message = self._describe_missing(module, name)
+            self._messages[module, name] = message
+        return message
+
+    def _describe_missing(self, module: str, name: str) -> str:
         problem = f"module {module!r} has no attribute {name!r}"
         path = self._relative(f"{module}.{name}")
         for table in self._tables:
