@@ -87,12 +87,18 @@ class Programs:
         return self._run([environment], [str(script), *words], given, timeout)[0]
 
     def run_command(
-        self, *words: str, given: str = "", timeout: float = 110.0
+        self,
+        *words: str,
+        environment: Mapping[str, str] = os.environ,
+        given: str = "",
+        timeout: float = 110.0,
     ) -> subprocess.CompletedProcess[str]:
         """The same of ``trainer-kit``, with ``words`` as its arguments."""
         script = self.place / "trainer-kit"
         script.write_text(COMMAND, encoding="utf-8")
-        return self.run(script, *words, given=given, timeout=timeout)
+        return self.run(
+            script, *words, environment=environment, given=given, timeout=timeout
+        )
 
     def run_ranks(
         self, count: int, script: Path | str, *words: str, timeout: float = 110.0

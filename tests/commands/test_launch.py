@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from click.testing import CliRunner
 
 from tests.launch.configurations import SAMPLES
 from tests.ports import free_port
+from tests.programs import Programs
 from trainer_kit.commands.main import main
 from trainer_kit.launch.configuration import read_configuration
 
@@ -30,20 +32,21 @@ from trainer_kit import Accelerator
 
 accelerator = Accelerator()
 rank = accelerator.process_index
-model, data = nn.Linear(2, 1), [(torch.full((2,), float(i)), torch.ones(1)) for i in range(8)]
-model, optimizer, loader = accelerator.prepare(
-    model, torch.optim.SGD(model.parameters(), lr=0.01), torch.utils.data.DataLoader(data, batch_size=2)
-)
-for inputs, target in loader:
-    with accelerator.accumulate(model):
-        accelerator.backward(nn.functional.mse_loss(model(inputs), target))
-        optimizer.step()
-        optimizer.zero_grad()
+mode = sys.argv[1] if len(sys.argv) > 1 else ""
+if mode not in ("kill", "once", "wait", "until"):  # they end early, and need no optimizer, which imports for seconds
+    model, data = nn.Linear(2, 1), [(torch.full((2,), float(i)), torch.ones(1)) for i in range(8)]
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), torch.utils.data.DataLoader(data, batch_size=2)
+    )
+    for inputs, target in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(nn.functional.mse_loss(model(inputs), target))
+            optimizer.step()
+            optimizer.zero_grad()
 seen = accelerator.gather(torch.tensor([rank])).tolist()
 print(f"rank {rank} of {accelerator.num_processes} saw {seen} {accelerator.precision.name} "
       f"steps={accelerator.gradient_accumulation_steps} machine={accelerator.environment.node_rank} "
       f"attempt={os.environ.get('TRAINER_KIT_RESTART_COUNT')} {sys.argv[1:]}", flush=True)
-mode = sys.argv[1] if len(sys.argv) > 1 else ""
 if mode == "kill" and rank == int(sys.argv[2]):
     os.kill(os.getpid(), signal.SIGKILL)
 if mode == "once" and rank == int(sys.argv[2]) and os.environ["TRAINER_KIT_RESTART_COUNT"] == "0":
@@ -141,10 +144,20 @@ def start(*words: str, **more: str) -> subprocess.Popen[str]:
     )
 
 
-def launch(*words: str) -> tuple[int, str, str]:
-    with start(*words) as process:
-        out, err = process.communicate(timeout=100)
-    return process.returncode, out, err
+Launch = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def launch(programs: Programs) -> Launch:
+    """``trainer-kit launch``, forked from a server that has imported torch; its ranks are new interpreters."""
+
+    def run(*words: str, **more: str) -> tuple[int, str, str]:
+        ended = programs.run_command(
+            "launch", *words, environment={**environ(), **more}
+        )
+        return ended.returncode, ended.stdout, ended.stderr
+
+    return run
 
 
 def on_two_machines(*words: str) -> list[tuple[int, str, str]]:
@@ -222,7 +235,7 @@ def call(*words: str, **more: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_one_process_and_the_scripts_own_words() -> None:
+def test_one_process_and_the_scripts_own_words(launch: Launch) -> None:
     code, out, err = launch(
         "--cpu", "--mixed-precision", "bf16", "raw.py", "--cpu", "--", "-x"
     )
@@ -233,7 +246,7 @@ def test_one_process_and_the_scripts_own_words() -> None:
     )
 
 
-def test_two_processes_with_a_configuration() -> None:
+def test_two_processes_with_a_configuration(launch: Launch) -> None:
     Path("two.yaml").write_text(
         "distributed_type: MULTI_CPU\nnum_processes: 2\ngradient_accumulation_steps: 4\n"
     )
@@ -245,7 +258,7 @@ def test_two_processes_with_a_configuration() -> None:
     ]
 
 
-def test_a_trainer_on_two_processes_as_a_module() -> None:
+def test_a_trainer_on_two_processes_as_a_module(launch: Launch) -> None:
     code, out, err = launch("--cpu", "--num_processes=2", "-q", "-m", "fit")
     assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == ["rank 0 of 2 step 2", "rank 1 of 2 step 2"]
@@ -275,7 +288,7 @@ def test_a_trainer_on_two_processes_as_a_module() -> None:
     ],
 )
 def test_an_engine_on_the_cpu_is_that_engine(
-    words: list[str], kind: str, wraps: str
+    words: list[str], kind: str, wraps: str, launch: Launch
 ) -> None:
     Path("fsdp2.yaml").write_text(
         "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\nenvironment: {NCCL_DEBUG: INFO}\n"
@@ -295,7 +308,7 @@ def test_an_engine_on_the_cpu_is_that_engine(
     assert not list(Path("logs").rglob("error.json"))
 
 
-def test_a_program_of_any_language() -> None:
+def test_a_program_of_any_language(launch: Launch) -> None:
     shared = ("--no_python", "--env", "A=1")
     code, out, err = launch(
         "--cpu", "--num_processes", "2", *shared, "./hello.sh", "x", "0"
@@ -309,7 +322,9 @@ def test_a_program_of_any_language() -> None:
     assert (code, out) == (3, "shell  of : -q 1\n")
 
 
-def test_an_environment_variable_overrides_a_default_of_the_wizard() -> None:
+def test_an_environment_variable_overrides_a_default_of_the_wizard(
+    launch: Launch,
+) -> None:
     file = Path("huggingface/accelerate/default_config.yaml")
     file.parent.mkdir(parents=True)
     file.write_text(SAMPLES["plain.yaml"])
@@ -317,16 +332,15 @@ def test_an_environment_variable_overrides_a_default_of_the_wizard() -> None:
         "from trainer_kit import Accelerator\nprint(Accelerator().state.debug)\n"
     )
     said = f"debug=True (environment ACCELERATE_DEBUG_MODE, before the default in {file.absolute()}:2)"
-    with start("debug.py", ACCELERATE_DEBUG_MODE="1") as process:
-        out, err = process.communicate(timeout=100)
-    assert (process.returncode, out.splitlines()[-1]) == (0, "True"), err
+    code, out, err = launch("debug.py", ACCELERATE_DEBUG_MODE="1")
+    assert (code, out.splitlines()[-1]) == (0, "True"), err
     assert f"trainer-kit: {said}\n" in err
     code, output = call("explain", "debug.py", ACCELERATE_DEBUG_MODE="1")
     assert code == 0
     assert re.search(rf"^debug +true +{re.escape(said[12:-1])}$", output, re.M)
 
 
-def test_accelerates_default_file_is_read_and_named() -> None:
+def test_accelerates_default_file_is_read_and_named(launch: Launch) -> None:
     file = Path("huggingface/accelerate/default_config.yaml")
     file.parent.mkdir(parents=True)
     file.write_text("use_cpu: true\ndistributed_type: MULTI_CPU\nnum_processes: 2\n")
