@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import pickle
 import pkgutil
 import sys
 from collections import OrderedDict
@@ -130,6 +131,35 @@ def test_a_missing_import_says_what_needs_it(
     hide(monkeypatch, module, name)
     with pytest.raises(TrainerKitError, match=rf"needs .*{name}.*, a private name"):
         load(file)
+    # Whoever tries an import and goes on without it expects this class.
+    with pytest.raises(ImportError, match=rf"needs .*{name}.*, a private name"):
+        load(file)
+
+
+def test_a_package_that_torch_misses_is_not_a_private_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = "import a_package_of_nobody\n"
+    (tmp_path / "imports_a_package.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    missing = "No module named 'a_package_of_nobody'"
+    with (
+        pytest.raises(ModuleNotFoundError, match=missing) as error,
+        core_private.needs_private("a test"),
+    ):
+        importlib.import_module("imports_a_package")
+    assert not isinstance(error.value, TrainerKitError)
+    with pytest.raises(ModuleNotFoundError, match=missing) as error:
+        core_private.find_private("imports_a_package.name", "a test")
+    assert not isinstance(error.value, TrainerKitError)
+
+
+def test_a_missing_name_stays_one_on_its_way_between_processes() -> None:
+    with pytest.raises(core_private.MissingPrivateName) as error:
+        core_private.find_private("torch._nothing", "a test")()
+    copy = pickle.loads(pickle.dumps(error.value))
+    assert type(copy) is core_private.MissingPrivateName
+    assert (str(copy), copy.fix) == (str(error.value), error.value.fix)
 
 
 def test_a_renamed_function_is_found_by_either_name(

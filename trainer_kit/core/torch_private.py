@@ -41,6 +41,7 @@ __all__ = [
     "STEPPED_MARK",
     "VERSIONS",
     "BatchNorm",
+    "MissingPrivateName",
     "TreeSpec",
     "add_to_each",
     "apply_of_base",
@@ -79,12 +80,23 @@ CHECKED_WITH: Final = "2.13 and 2.14"
 """The releases of torch that the private names were checked with."""
 
 
-def _refusal(name: str, use: str) -> TrainerKitError:
-    return TrainerKitError(
+class MissingPrivateName(TrainerKitError, ImportError):
+    """A private name that the installed torch does not have; callers that try an import expect an ImportError."""
+
+
+def _refusal(name: str, use: str) -> MissingPrivateName:
+    return MissingPrivateName(
         f"{use} needs {name}, a private name that this release of torch does not have",
         found=f"torch {torch.__version__}",
         fix=f"install a release of torch that this was checked with: {CHECKED_WITH}",
     )
+
+
+def _is_of_torch(error: ImportError) -> bool:
+    """Whether an import failed for what torch itself does not have, not for a package that torch imports."""
+    # Without a name it is an error that somebody raised in words of their own.
+    package = (error.name or "").partition(".")[0]
+    return package == torch.__name__
 
 
 def find_private(path: str, use: str, *, former: str = "") -> Any:
@@ -94,13 +106,19 @@ def find_private(path: str, use: str, *, former: str = "") -> Any:
         path: from the package, as in ``"torch._foreach_mul_"``.
         use: what needs it, as the error says it.
         former: the path in an earlier release.
+
+    Raises:
+        ImportError: a package that torch imports is missing.
     """
     for candidate in filter(None, (path, former)):
         owner, _, name = candidate.rpartition(".")
         try:
             return getattr(pkgutil.resolve_name(owner), name)
-        except (AttributeError, ImportError):
+        except AttributeError:
             continue
+        except ImportError as error:
+            if not _is_of_torch(error):
+                raise
 
     def refuse(*_: object, **__: object) -> NoReturn:
         raise _refusal(path, use)
@@ -116,11 +134,16 @@ def needs_private(use: str) -> Iterator[None]:
         use: what needs them, as the error says it.
 
     Raises:
-        TrainerKitError: this release of torch does not have one of the names.
+        MissingPrivateName: this release of torch does not have one of the names.
+        ImportError: a package that torch imports is missing; it is raised as it is.
     """
     try:
         yield
-    except (AttributeError, ImportError) as error:
+    except AttributeError as error:
+        raise _refusal(str(error), use) from error
+    except ImportError as error:
+        if not _is_of_torch(error):
+            raise
         raise _refusal(str(error), use) from error
 
 
