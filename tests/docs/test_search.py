@@ -30,6 +30,8 @@ QUERIES = {
     "tensor parallel": "guide/distributed",
     "pipeline parallel": "guide/distributed",
     "SLURM": "howto/run-on-slurm",
+    "elastic training": "howto/elastic-torchrun",
+    "torchrun": "howto/elastic-torchrun guide/distributed",
     "docker": "howto/run-in-a-container",
     "kubernetes": "howto/run-in-a-container",
     "resume training": "howto/resume guide/resuming",
