@@ -456,3 +456,71 @@ def test_gradients_that_no_optimizer_has_are_not_searched_again() -> None:
             F.cross_entropy(net(x), y).backward()
             optimizer.step()
     assert_same(module.net, net)
+
+
+def finite_again(bad_step: int) -> Marked:
+    """A module with a loss that is NaN the first time only, as on a device that is not reliable."""
+    # Outside of the module, whose attributes go back with the run.
+    bad_steps = {bad_step}
+
+    class FiniteAgain(Marked):
+        def training_step(self, batch: Batch, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            if self.global_step + 1 in bad_steps:
+                bad_steps.clear()
+                return loss * float("nan")
+            return loss
+
+    return FiniteAgain(make_net(), adamw)
+
+
+@pytest.mark.parametrize("bad_step", [5, 12])
+def test_steps_that_are_finite_when_they_run_again(
+    bad_step: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also at the last step, 12, after which no state is held."""
+    module = finite_again(bad_step)
+    train(module, loader(samples()), callbacks=[NaNGuard("skip")], **RUN)
+    printed = capsys.readouterr().out
+    assert printed.count("a kernel or the hardware is not reliable") == 1
+    net = make_net()
+    by_hand_without_schedule(net)
+    assert_same(module.net, net)
+    with pytest.raises(NonFiniteError, match="the hardware is not reliable"):
+        train(finite_again(bad_step), loader(samples()), callbacks=[NaNGuard()], **RUN)
+
+
+def by_hand_without_schedule(net: Any) -> None:
+    optimizer = adamw(net)
+    for x, y in loader(samples()):
+        optimizer.zero_grad()
+        F.cross_entropy(net(x.clamp(-5, 5)), y).backward()
+        optimizer.step()
+
+
+def test_no_way_back_over_the_addition_of_a_parameter_group(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Unfreezing(Marked):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.net[-1].parameters(), lr=0.1)
+
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                group = {"params": list(self.net[0].parameters())}
+                self.optimizers().add_param_group(group)
+
+    class Late(Unfreezing):
+        def training_step(self, batch: Batch, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("nan") if self.global_step == 14 else loss
+
+    with pytest.raises(NonFiniteError, match="the loss is not finite at step 15"):
+        train(
+            Late(make_net(), adamw),
+            loader(samples()),
+            max_epochs=2,
+            callbacks=[NaNGuard("skip")],
+            **RUN,
+        )
+    assert "a parameter group was added after the state" in capsys.readouterr().out

@@ -321,7 +321,8 @@ class CheckpointFiles:
         if self.ranked:
             best = self.retention.durable_best
             if best:
-                names["best"] = best
+                # Somebody may have deleted it meanwhile: None removes the name, and the other names stay.
+                names["best"] = best if _may_exist(best) else None
         lightning_problem = None
         if self.also_lightning and self._is_zero:
             lightning_problem = write_lightning_file(path)

@@ -505,8 +505,10 @@ def _rebuild_index(root: Location, sound: list[Location]) -> None:
         # Paths further below lie outside of what `repair` looks at.
         if "/" not in path:
             names[name] = by_name.get(path)
-    # A name that points to a sound checkpoint stays: the run chose it.
-    if sound and names.get("last") is None:
+    # A name that points to a complete checkpoint stays, also further below: the run chose it.
+    last = index.get("last")
+    keeps_last = last is not None and "/" in last and is_complete(root / last)
+    if sound and not keeps_last and names.get("last") is None:
         names["last"] = sound[0]
     if names or (root / _INDEX).exists():
         mark(root, **names)

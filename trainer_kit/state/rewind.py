@@ -36,6 +36,7 @@ class _HeldState:
         tensors: of the state, by their names in ``tree``.
         undo: undoes the effects of later steps that no checkpoint holds.
         length: of the epoch, in windows, as far as it was known.
+        group_counts: how many parameter groups each optimizer has in this state.
     """
 
     step: int
@@ -43,6 +44,7 @@ class _HeldState:
     tensors: Mapping[str, Tensor]
     undo: Callable[[], None]
     length: int
+    group_counts: list[int]
 
     def state(self) -> State:
         """A copy: optimizers keep the tensors that they are given, and change them."""
@@ -125,11 +127,10 @@ class Guard:
     def hold(self, run: Fit, owes_validation: bool) -> None:
         """Hold the state after this step, if one is due. The losses up to it are finite. Every rank must call it."""
         step = run.progress.step
+        self.end_search(run)
         if self.searching:
             # Until the search is over, the step to go back to before a bad one is not known.
-            if step < self._until:
-                return
-            self._end_search(run)
+            return
         # It is called again at the same step, for example after a rewind.
         if self._states and self._states[-1].step == step:
             return
@@ -154,7 +155,11 @@ class Guard:
     def _is_due(self, run: Fit) -> bool:
         """Whether enough time has passed on any rank since the last state was held."""
         world = run.strategy.world
-        is_due = not self._states or monotonic() - self._held_at >= _SHARE * self._cost
+        is_due = (
+            not self._states
+            or monotonic() - self._held_at >= _SHARE * self._cost
+            or self._states[-1].group_counts != _group_counts(run)
+        )
         if world.size == 1:
             return is_due
         # Clocks differ between ranks, and collecting a state is collective: they must decide alike.
@@ -172,7 +177,12 @@ class Guard:
                 name: tensor.detach().clone() for name, tensor in tensors.items()
             }
         return _HeldState(
-            run.progress.step, tree, tensors, self._remember(), run.windows.length
+            run.progress.step,
+            tree,
+            tensors,
+            self._remember(),
+            run.windows.length,
+            _group_counts(run),
         )
 
     def note_checkpoints(self, step: int, paths: Mapping[str, bool]) -> None:
@@ -180,7 +190,7 @@ class Guard:
         self._written.append((step, paths))
 
     def search(self, run: Fit, error: NonFiniteError, published: int) -> None:
-        """Go back to find the step of ``error``; returns only where that was done already.
+        """Go back to find the step of ``error``; returns only where that was done already, or is not possible.
 
         Args:
             run: the fit.
@@ -188,6 +198,13 @@ class Guard:
             published: the step up to which the loggers have their values.
         """
         if self.searching or not self._states:
+            return
+        group_counts = _group_counts(run)
+        if self._states[0].group_counts != group_counts:
+            # The hook that has added a group would add it a second time.
+            run.say(
+                "NaNGuard cannot go back: a parameter group was added after the state that it would return to"
+            )
             return
         step = run.progress.step
         # Until the bad step is known, `rewind` returns to the newest state: of those before `_first`.
@@ -369,9 +386,15 @@ class Guard:
                     requests.append(("left out", rewrite))
             self._requests.append((step, requests))
 
-    def _end_search(self, run: Fit) -> None:
+    def end_search(self, run: Fit) -> None:
+        """Tell the result of a search once its steps have run again.
+
+        Raises:
+            NonFiniteError: the guard raises, and the steps were finite this time.
+        """
         error = self._error
-        assert error is not None
+        if error is None or run.progress.step < self._until:
+            return
         # Before anything may raise: `searching` reads it.
         self._error = None
         for remove in self._remove_listeners:
@@ -385,6 +408,12 @@ class Guard:
         if self._raises:
             raise NonFiniteError(error.problem, found=details, fix=error.fix)
         run.say(f"{error.problem}: {details}; training continues")
+
+
+def _group_counts(run: Fit) -> list[int]:
+    """How many parameter groups each optimizer has now."""
+    optimizers = run.stepper.configured.optimizers
+    return [len(optimizer.param_groups) for optimizer in optimizers]
 
 
 def _bad_gradients(module: nn.Module) -> list[str]:

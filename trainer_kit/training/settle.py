@@ -322,6 +322,9 @@ class Settler:
             requests.drop_stop()
         if requests.stop is not None:
             run.say(f"stopped after step {run.progress.step}: {requests.stop}")
+        if self.guard is not None:
+            # No state is held at the last step, where a search otherwise ends.
+            self.guard.end_search(run)
 
     def settle_end(self) -> None:
         """Save the checkpoints that the last hooks of any rank requested."""
