@@ -509,6 +509,30 @@ def test_kept_checkpoints(options, kept, best, async_save):
         assert float(keeper.best_model_score) == (5.0 if options.get("mode") else 1.0)
 
 
+class DeletesBest(Callback):
+    """Deletes the best checkpoint, as a user may do in the middle of a run."""
+
+    def on_validation_end(self, trainer, module):
+        if trainer.global_step == 8:
+            shutil.rmtree(trainer.checkpoint_callback.best_model_path)
+
+
+def test_a_best_checkpoint_that_a_user_deleted_keeps_no_other_from_its_name(capsys):
+    keeper = ModelCheckpoint(monitor="m", save_top_k=1, save_last=True)
+    done = fit(
+        DeletesBest(),
+        keeper,
+        epochs=4,
+        val=each("m", 1.0, 2.0, 3.0, 4.0),
+        async_save=False,
+    )
+    directory = Path(keeper.dirpath)
+    assert done.on_disk == ["step-00000016"]
+    assert lookup(directory, "last") == directory / "step-00000016"
+    assert lookup(directory, "best") is None
+    assert "after saving" not in capsys.readouterr().out
+
+
 class Disk(Callback):
     """Names on disk while each step begins, once what is being written is there."""
 

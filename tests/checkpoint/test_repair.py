@@ -171,3 +171,13 @@ def test_set_aside_twice(several):
     verify_checkpoint(several / "step-9.damaged-2")
     with pytest.raises(CheckpointError, match="could not be set aside"):
         set_aside(several / "step-9")
+
+
+def test_a_name_further_below_stays(several, make_state):
+    nested = write_checkpoint(several / "epoch=1" / "step-12", make_state())
+    mark(several, last=nested)
+    repair(several)
+    assert lookup(several, "last") == nested
+    (nested / "manifest.json").unlink()
+    repair(several)
+    assert lookup(several, "last") == several / "step-9"
