@@ -39,7 +39,10 @@ class StepGuard(Protocol):
         """Hold the state after this step, if one is due; the losses up to it are finite."""
 
     def search(self, run: Fit, error: NonFiniteError, published: int) -> None:
-        """Raise `Rewind` to find the step of ``error``; return where that was done already."""
+        """Raise `Rewind` to find the step of ``error``; return where that was done already, or is not possible."""
+
+    def end_search(self, run: Fit) -> None:
+        """Tell the result of a search once its steps have run again."""
 
     def note_checkpoints(self, step: int, paths: Mapping[str, bool]) -> None:
         """Note the checkpoints of this step: by path, whether it holds the weights alone."""
