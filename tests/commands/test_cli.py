@@ -26,6 +26,7 @@ import sys
 import torch
 from torch.utils.data import DataLoader
 import trainer_kit as tk
+from trainer_kit.commands.arguments import Arguments
 from trainer_kit.testing import TinyModule
 
 
@@ -74,13 +75,21 @@ def run(words):
         print("FOUND", json.dumps(found))
 
 
+def each_line(act):
+    for line in sys.stdin:
+        try:
+            act(json.loads(line))
+        except SystemExit as leaving:
+            print("LEFT", leaving.code, file=sys.stderr)
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["each"]:
-        for line in sys.stdin:
-            try:
-                run(json.loads(line))
-            except SystemExit as leaving:
-                print("LEFT", leaving.code, file=sys.stderr)
+        each_line(run)
+    elif sys.argv[1:2] == ["read"]:
+        # The options of all commands are found once for all lines, which takes most of the time of a line.
+        choose = "CHOOSE" in os.environ
+        each_line(Arguments(TinyModule, Data, choose_model=choose, choose_data=False, trainer_defaults={}).parse)
     else:
         run(None)
 '''
@@ -123,10 +132,13 @@ def several(script, cases, **options):
     return ran
 
 
-def refusals(script, cases, **options):
-    """What each command line is answered with; none may leave with anything but 2."""
+def refusals(script, cases, mode="read", **options):
+    """What each command line is answered with; none may leave with anything but 2.
+
+    With the mode ``each``, objects are made as well: what their constructors refuse is not seen by reading alone.
+    """
     done = script(
-        "each", lines="".join(f"{json.dumps(words)}\n" for words in cases), **options
+        mode, lines="".join(f"{json.dumps(words)}\n" for words in cases), **options
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
@@ -366,7 +378,7 @@ def test_an_error_of_the_trainer_prints_no_traceback(script):
         ["fit", "--trainer.precision=3"],
         ["fit", "--trainer.strategy=dpd"],
     ]
-    said = refusals(script, cases)
+    said = refusals(script, cases, mode="each")
     assert [text.splitlines()[0] for text in said] == [
         "no logger is called 'cvs'",
         "unknown precision '3'",
@@ -663,7 +675,7 @@ def test_the_optimizer_and_the_scheduler_are_named_in_place_of_code(script, tmp_
         "--optimizer=SGD --lr_scheduler=ReduceLROnPlateau": "ReduceLROnPlateau needs --lr_scheduler_monitor",
     }
     for said, expected in zip(
-        refusals(script, [[*quiet, *words.split()] for words in wrong]),
+        refusals(script, [[*quiet, *words.split()] for words in wrong], mode="each"),
         wrong.values(),
         strict=True,
     ):
