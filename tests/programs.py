@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -109,11 +109,21 @@ class Programs:
             {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             for rank in range(count)
         ]
-        return self._run(ranks, [str(script), *words], "", timeout)
+        return self.run_together(ranks, script, *words, timeout=timeout)
+
+    def run_together(
+        self,
+        environments: Sequence[Mapping[str, str]],
+        script: Path | str,
+        *words: str,
+        timeout: float = 110.0,
+    ) -> list[subprocess.CompletedProcess[str]]:
+        """The same of one process for each of these environments, at once."""
+        return self._run(environments, [str(script), *words], "", timeout)
 
     def _run(
         self,
-        environments: list[Mapping[str, str]],
+        environments: Sequence[Mapping[str, str]],
         argv: list[str],
         given: str,
         timeout: float,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -412,18 +410,13 @@ else:
 
 
 @pytest.mark.slow
-def test_launch_starts_the_processes(tmp_path):
+def test_launch_starts_the_processes(tmp_path, programs):
     """In a plain script, `launch` runs the script again in each process, or forks it for a function."""
     lines = {}
     for strategy in ("ddp", "ddp_spawn"):
         script = tmp_path / "train.py"
         script.write_text(_LAUNCHED)
-        run = subprocess.run(
-            [sys.executable, str(script), strategy],
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
+        run = programs.run(script, strategy, anew=strategy == "ddp")
         assert run.returncode == 0, run.stderr
         lines[strategy] = [
             line

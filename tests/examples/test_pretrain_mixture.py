@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.programs import Programs
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "pretrain_mixture.py"
 
 
-def run(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(
+    programs: Programs, root: Path, *arguments: str, devices: int = 1
+) -> subprocess.CompletedProcess[str]:
     flags = ["--precision", "64-true", "--root", root.name, "--weights", f"{root}.pt"]
-    return subprocess.run(
-        [sys.executable, str(EXAMPLE), *flags, *arguments],
-        cwd=root.parent,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    flags += ["--devices", str(devices)]
+    return programs.run(EXAMPLE, *flags, *arguments, anew=devices > 1)
 
 
 def weights(root: Path) -> dict[str, Tensor]:
@@ -30,17 +28,17 @@ def weights(root: Path) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 def test_a_killed_run_continues_on_one_and_on_another_number_of_devices(
-    tmp_path: Path,
+    tmp_path: Path, programs: Programs
 ) -> None:
     whole = tmp_path / "whole"
-    assert "23 steps" in run(whole).stdout
+    assert "23 steps" in run(programs, whole).stdout
     expected = weights(whole)
-    for killed_on, resumed_on in (("1", "1"), ("2", "1"), ("1", "2")):
+    for killed_on, resumed_on in ((1, 1), (2, 1), (1, 2)):
         root = tmp_path / f"from_{killed_on}_to_{resumed_on}"
-        killed = run(root, "--devices", killed_on, "--kill-at", "12")
+        killed = run(programs, root, "--kill-at", "12", devices=killed_on)
         assert killed.returncode != 0
         assert not root.with_suffix(".pt").exists()
-        resumed = run(root, "--devices", resumed_on)
+        resumed = run(programs, root, devices=resumed_on)
         assert "resuming from step" in resumed.stdout, resumed.stdout + resumed.stderr
         assert "23 steps" in resumed.stdout
         for name, value in weights(root).items():

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 
+from tests.programs import Programs
 from trainer_kit.loggers import CSVLogger, TensorBoardLogger
 from trainer_kit.loggers.layout import claim_versions
 
 FITS = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 import torch
 import trainer_kit as tk
 from trainer_kit.loggers import CSVLogger, JSONLLogger
 from trainer_kit.testing import TinyModule
 
-root, name = Path(sys.argv[1]), sys.argv[2]
+root, name = Path(sys.argv[1]), os.environ["NAME"]
 loggers = [CSVLogger(root / "logs"), JSONLLogger(root / "logs")]
 trainer = tk.Trainer(
     logger=loggers, max_steps=2, accelerator="cpu", devices=1, log_every_n_steps=1,
@@ -32,11 +32,11 @@ print(*(logger.log_dir for logger in loggers))
 """
 
 CLAIMS = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from trainer_kit.accelerator.run_directory import claim_version
 
-root, name = Path(sys.argv[1]), sys.argv[2]
+root, name = Path(sys.argv[1]), os.environ["NAME"]
 (root / f"ready-{name}").touch()
 while len(list(root.glob("ready-*"))) < 3:
     pass
@@ -44,25 +44,20 @@ print(*(claim_version(root / f"project-{i}") for i in range(30)), sep=";")
 """
 
 
-def run_together(script: str, count: int, root: Path) -> list[str]:
+def run_together(programs: Programs, script: str, count: int, root: Path) -> list[str]:
     """The last line of each of several processes that wait for each other."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(root), str(i)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(count)
-    ]
-    outputs = [process.communicate()[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * count
-    return [output.strip().splitlines()[-1] for output in outputs]
+    (root / "script.py").write_text(script)
+    environments = [{**os.environ, "NAME": str(i)} for i in range(count)]
+    ended = programs.run_together(environments, "script.py", str(root))
+    assert [process.returncode for process in ended] == [0] * count, ended
+    return [process.stdout.strip().splitlines()[-1] for process in ended]
 
 
-def test_two_fits_that_have_chosen_the_same_version(tmp_path: Path) -> None:
-    directories = [
-        line.split() for line in run_together(FITS, 2, tmp_path) if line.strip()
-    ]
+def test_two_fits_that_have_chosen_the_same_version(
+    tmp_path: Path, programs: Programs
+) -> None:
+    lines = run_together(programs, FITS, 2, tmp_path)
+    directories = [line.split() for line in lines]
     assert [len(set(pair)) for pair in directories] == [1, 1]  # loggers stay together
     assert sorted(Path(first).name for first, _ in directories) == [
         "version_0",
@@ -74,8 +69,11 @@ def test_two_fits_that_have_chosen_the_same_version(tmp_path: Path) -> None:
         assert len(list(Path(first).glob("run.json"))) == 1
 
 
-def test_accelerators_that_start_at_one_time(tmp_path: Path) -> None:
-    rows = [line.split(";") for line in run_together(CLAIMS, 3, tmp_path)]
+def test_accelerators_that_start_at_one_time(
+    tmp_path: Path, programs: Programs
+) -> None:
+    lines = run_together(programs, CLAIMS, 3, tmp_path)
+    rows = [line.split(";") for line in lines]
     for claimed in zip(*rows, strict=True):
         assert sorted(claimed) == ["", "version_1", "version_2"]
 
