@@ -205,7 +205,12 @@ def test_an_endless_stream_continues_over_epochs(ahead: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rolls", "persistent", "limit"),
-    [(False, False, None), (False, False, 3), (False, True, None), (True, True, 3)],
+    [
+        (False, False, None),
+        pytest.param(False, False, 3, marks=pytest.mark.long),
+        pytest.param(False, True, None, marks=pytest.mark.long),
+        (True, True, 3),
+    ],
 )
 def test_states_that_live_in_workers(
     rolls: bool, persistent: bool, limit: int | None

@@ -135,13 +135,22 @@ def test_a_resume_is_exact(method: Any, source: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fit", "cut"])
-def test_a_resume_is_exact_in_workers(method: Any) -> None:
+@pytest.mark.parametrize(
+    ("method", "ranks"),
+    [
+        pytest.param("fit", 1, marks=pytest.mark.long),
+        ("fit", 2),
+        ("cut", 1),
+        pytest.param("cut", 2, marks=pytest.mark.long),
+    ],
+)
+def test_a_resume_is_exact_in_workers(method: Any, ranks: int) -> None:
     report = check_loader(
         lambda workers: DataLoader(
             packed(method, Texts()), batch_size=3, num_workers=workers
         ),
         workers=[2],
+        ranks=[ranks],
         positions=1,
     )
     report.raise_if_failed()

@@ -101,12 +101,21 @@ def test_a_resume_is_exact(source: Any, combination: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", [range(23), DividesAmongWorkers()])
-def test_a_resume_is_exact_in_workers(source: Any) -> None:
+@pytest.mark.parametrize(
+    ("source", "ranks"),
+    [
+        (range(23), 1),
+        pytest.param(range(23), 2, marks=pytest.mark.long),
+        pytest.param(DividesAmongWorkers(), 1, marks=pytest.mark.long),
+        (DividesAmongWorkers(), 2),
+    ],
+)
+def test_a_resume_is_exact_in_workers(source: Any, ranks: int) -> None:
     make = streams(lambda: source)["nested"]
     report = check_loader(
         lambda workers: DataLoader(make(), batch_size=3, num_workers=workers),
         workers=[2],
+        ranks=[ranks],
         positions=1,
     )
     report.raise_if_failed()

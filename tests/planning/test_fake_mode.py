@@ -148,8 +148,9 @@ def test_a_step_measures_as_under_the_mode_of_torch(
         precision=precision,
         activation_checkpointing=recomputes,
     )
-    found = [measure(*made(name, 2), tried, accelerator="cpu") for _ in range(3)]
+    # The second one finds what the first one has computed.
+    found = [measure(*made(name, 2), tried, accelerator="cpu") for _ in range(2)]
     monkeypatch.setattr(FastFakeMode, "_key", lambda *_: None)
     expected = measure(*made(name, 2), tried, accelerator="cpu")
     assert expected.exact
-    assert found == [expected] * 3
+    assert found == [expected] * 2
