@@ -60,14 +60,19 @@ def check_others(**strategies: Callable[[], Any]) -> None:
         )
 
 
-@pytest.mark.world_size(2, timeout=110)
-def test_two_ranks() -> None:
-    check({"ddp": (DDPStrategy, CHECKS), "fsdp": (FSDPStrategy, CHECKS)})
+TWO_RANKS: dict[str, tuple[Callable[[], Any], Iterable[str]]] = {
+    "ddp": (DDPStrategy, CHECKS),
+    "fsdp": (FSDPStrategy, CHECKS),
+    "tp": (partial(mesh, tp=2), CHECKS),
+    "pp": (partial(mesh, pp=2), PIPELINE),
+}
 
 
 @pytest.mark.world_size(2, timeout=110)
-def test_two_ranks_that_share_a_batch() -> None:
-    check({"tp": (partial(mesh, tp=2), CHECKS), "pp": (partial(mesh, pp=2), PIPELINE)})
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_two_ranks(name: str) -> None:
+    strategy, checks = TWO_RANKS[name]
+    run_checks(strategy, checks, "64-true")
 
 
 @pytest.mark.long
@@ -83,14 +88,9 @@ def test_other_precisions_of_ranks_that_share_a_batch() -> None:
 
 
 @pytest.mark.world_size(2, timeout=110)
-def test_deepspeed() -> None:
-    check(
-        {
-            f"stage {stage}": (partial(DeepSpeedStrategy, stage=stage), DEEPSPEED)
-            for stage in (1, 3)
-        },
-        "32-true",
-    )
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeed(stage: int) -> None:
+    run_checks(partial(DeepSpeedStrategy, stage=stage), DEEPSPEED, "32-true")
 
 
 @pytest.mark.long

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -150,18 +152,35 @@ class HeadFirst(nn.Module):
 
 
 @pytest.mark.slow
-def test_values_that_would_have_to_cross_between_stages_are_refused() -> None:
-    batch = texts((3,))[0]
-    for model, what in (
-        (Skips(at_end=False), "the input of layers.1 depends"),
-        (Skips(at_end=True), "what the model returns depends"),
-        (
-            Twice(blocks=2),
-            "layers.0 is called more than once|depends on what another stage",
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        pytest.param(
+            partial(Skips, at_end=False),
+            "the input of layers.1 depends",
+            id="in a block",
         ),
-    ):
-        with case(model=type(model).__name__), pytest.raises(StrategyError, match=what):
-            run(split(model, 2), batch)
+        pytest.param(
+            partial(Skips, at_end=True),
+            "what the model returns depends",
+            id="at the end",
+        ),
+        pytest.param(
+            partial(Twice, blocks=2),
+            "layers.0 is called more than once|depends on what another stage",
+            id="twice",
+        ),
+    ],
+)
+def test_values_that_would_have_to_cross_between_stages_are_refused(
+    model: Callable[[], nn.Module], reason: str
+) -> None:
+    with pytest.raises(StrategyError, match=reason):
+        run(split(model(), 2), texts((3,))[0])
+
+
+@pytest.mark.slow
+def test_a_head_before_its_layers_needs_a_plan() -> None:
     with pytest.raises(StrategyError, match="depends on what another stage"):
         run(split(HeadFirst(), 2), torch.ones(1, 4))
     model = HeadFirst()
@@ -177,18 +196,29 @@ def test_parameters_shared_by_stages_are_found() -> None:
     assert layout.repeated == [["layers.2.up.weight", "layers.3.up.weight"]]
 
 
-def test_plans_that_do_not_fit() -> None:
-    for model, plan, what in (
-        (nn.Sequential(nn.Linear(2, 2)), {}, "cannot be split into 2 stages"),
-        (Words(blocks=4), {"split_points": ["layers.9"]}, "no block 'layers.9'"),
-        (Words(blocks=4), {"split_points": []}, "names 0 blocks"),
-        (Words(blocks=4), {"split_points": ["layers.0"]}, "out of order"),
-        (Words(blocks=4), {"split_points": "even"}, 'is "auto" or names'),
-        (Words(blocks=4), {"last": ["heads"]}, "names 'heads'(.|\n)*'head'"),
-        (Words(blocks=4), {"everywhere": ["norm"]}, "has parameters to train"),
-    ):
-        with case(plan=plan), pytest.raises(StrategyError, match=what):
-            lay_out(model, PipelinePlan(**plan), 2)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        ({"split_points": ["layers.9"]}, "no block 'layers.9'"),
+        ({"split_points": []}, "names 0 blocks"),
+        ({"split_points": ["layers.0"]}, "out of order"),
+        ({"split_points": "even"}, 'is "auto" or names'),
+        ({"last": ["heads"]}, "names 'heads'(.|\n)*'head'"),
+        ({"everywhere": ["norm"]}, "has parameters to train"),
+    ],
+    ids=str,
+)
+def test_plans_that_do_not_fit(plan: dict[str, Any], reason: str) -> None:
+    with pytest.raises(StrategyError, match=reason):
+        lay_out(Words(blocks=4), PipelinePlan(**plan), 2)
+
+
+def test_a_model_of_one_block_has_no_two_stages() -> None:
+    with pytest.raises(StrategyError, match="cannot be split into 2 stages"):
+        lay_out(nn.Sequential(nn.Linear(2, 2)), PipelinePlan(), 2)
+
+
+def test_models_without_the_submodule_of_the_stages() -> None:
     several = nn.ModuleDict({"one": nn.Linear(2, 2), "two": nn.Linear(2, 2)})
     with pytest.raises(
         StrategyError, match="the submodule that becomes the pipeline stages"
