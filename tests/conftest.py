@@ -21,6 +21,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
 
 pytest_plugins = ["trainer_kit.testing.pytest_plugin"]
 
@@ -73,6 +77,11 @@ def _defaults() -> dict[str, object]:
         "inference mode": torch.is_inference_mode_enabled(),
         "anomaly mode": torch.is_anomaly_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),
+        "profiler": torch.autograd._profiler_enabled(),
+        "step hooks of all optimizers": [
+            *_global_optimizer_pre_hooks.values(),
+            *_global_optimizer_post_hooks.values(),
+        ],
         "sys.excepthook": sys.excepthook,
         "signal handlers": {
             number.name: signal.getsignal(number) for number in _SIGNALS
