@@ -179,6 +179,14 @@ def test_every_sample_is_read_once_an_epoch(name: str) -> None:
 
 
 @pytest.mark.world_size(2)
+def test_every_sample_of_a_window_is_counted() -> None:
+    """Four samples on one rank and three on the other are seven, in two micro-batches of one step."""
+    trainer = tk.Trainer(**OPTIONS, max_epochs=1, accumulate_grad_batches=2)
+    trainer.fit(Sees(), batches(Knows("distributed_env", 7)))
+    assert (trainer.global_step, trainer.progress.samples) == (1, 7)
+
+
+@pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     "mode", ["min_size", "max_size_cycle", "max_size", "sequential"]
 )
