@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainer_kit.core.errors import DataError
 from trainer_kit.data import document_mask, document_offsets, mix, pack, shuffle
+from trainer_kit.data.streams import integers_from_bytes
 from trainer_kit.testing import check_loader
 
 # Found again when torchdata's loader starts.
@@ -164,7 +165,7 @@ def test_a_row_is_not_open_for_ever() -> None:
     for _ in range(200):
         next(rows)
     source = stream.state_dict()["cursor"]["source"]
-    assert len(source["needed"]) == 0
+    assert integers_from_bytes(source["needed"]) == []
 
 
 class Model(nn.Module):
@@ -308,6 +309,9 @@ def test_offsets_are_those_of_every_document() -> None:
         (lambda: document_mask(torch.zeros(3)), r"shape \(3,\)"),
         (lambda: document_mask(torch.zeros(1, 3), parts=2), "3 tokens, parts=2"),
         (lambda: document_mask(torch.zeros(1, 4), "flex", parts=2), "parts=2"),
+        (lambda: document_mask(torch.zeros(1, 4), "varlen"), "kind='varlen'"),
+        (lambda: document_mask(torch.zeros(1, 4), part=2, parts=2), "part=2, parts=2"),
+        (lambda: document_mask(torch.zeros(1, 4), parts=0), "part=0, parts=0"),
     ],
 )
 def test_mistakes_are_errors(make: Any, text: str) -> None:
@@ -324,3 +328,23 @@ def test_rows_of_another_length_do_not_continue_a_state() -> None:
     longer.load_state_dict(stream.state_dict())
     with pytest.raises(DataError, match="tokens=16, and tokens=8 in the state"):
         next(iter(longer))
+
+
+def test_keys_that_rows_do_not_have_are_named_once() -> None:
+    texts = [{"input_ids": [1, 2], "labels": [1, 2], "text": "a", "source": "web"}] * 3
+    with pytest.warns(UserWarning, match="leave out source, text of") as warnings:
+        list(pack(texts, 4))
+    assert len(warnings) == 1
+
+
+def test_a_state_within_a_long_document_is_small() -> None:
+    """It held one entry for each row that the document still fills."""
+    stream = pack([list(range(800))], 8)
+    rows = iter(stream)
+    next(rows)
+    state = stream.state_dict()
+    assert integers_from_bytes(state["cursor"]["starts"]) == [8]
+    resumed = pack([list(range(800))], 8)
+    resumed.load_state_dict(state)
+    expected = [row["input_ids"].tolist() for row in rows]
+    assert [row["input_ids"].tolist() for row in resumed] == expected

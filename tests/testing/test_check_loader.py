@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.data.streaming import Endless, Rewinding, Sharded
 from trainer_kit.testing import LoaderReport, check_loader
+from trainer_kit.testing.loader_ranks import RankReader
+from trainer_kit.testing.loader_report import LoaderCheck
 
 # Found again when torchdata's loader starts.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -221,3 +223,32 @@ def test_plain_data() -> None:
     plain = report.to_dict()
     assert plain["ok"] is True
     assert plain["checks"][0]["name"] == "order"
+
+
+def test_nothing_checked_is_no_success() -> None:
+    """An empty loader was exact."""
+    report = check_loader(lambda workers: DataLoader([]), workers=[0])
+    assert not report.ok
+    assert report.checks[0].text == "an epoch without a batch"
+    unchecked = LoaderCheck("samples", 0, 1, "not checked", "limit= cuts the epoch")
+    for empty in (LoaderReport([]), LoaderReport([unchecked])):
+        assert not empty.ok
+        assert str(empty).splitlines()[-1].startswith("nothing was checked")
+
+
+def test_only_the_states_of_resumed_positions_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One for every batch filled the memory."""
+    kept = []
+    read = RankReader.read
+
+    def counted(self: RankReader, *args: Any, **options: Any) -> Any:
+        result = read(self, *args, **options)
+        kept.append(len(result.positions))
+        return result
+
+    monkeypatch.setattr(RankReader, "read", counted)
+    loader = DataLoader(range(200), batch_size=2)
+    check_loader(lambda workers: loader, workers=[0], positions=2).raise_if_failed()
+    assert 0 < max(kept) <= 4

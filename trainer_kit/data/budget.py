@@ -45,7 +45,7 @@ def token_budget(
 
     Args:
         dataset: map-style, or a list of samples.
-        tokens: the most tokens of a batch.
+        tokens: the most tokens of a batch (``max_tokens`` elsewhere).
         length: the length of each sample, or a function that returns it for a sample, called once for each.
         padded: count the longest sample of a batch for each of its samples, as a ``collate_fn`` that pads needs; False:
             the sum of lengths.
@@ -220,7 +220,9 @@ class TokenBudget(Sampler[list[int]]):
             waiting = filled.pop()
             batches += [filled[index] for index in draw.permutation(len(filled))]
         if waiting:
-            batches.append(waiting)
+            # It has the longest samples, which would otherwise end every epoch.
+            index = int(draw.integers(len(batches) + 1))
+            batches.insert(index, waiting)
         return batches
 
     def _fill(self, order: np.ndarray) -> Iterator[list[int]]:

@@ -64,6 +64,18 @@ def document_mask(
         [[[[1, 0, 0], [1, 1, 0], [0, 0, 1]]]]
     """
     _check(document_ids)
+    if kind not in ("dense", "flex"):
+        raise DataError(
+            "a mask of documents is dense, or has the blocks of flex_attention",
+            found=f"kind={kind!r}",
+            fix='pass "dense" or "flex"; varlen_attn takes the result of document_offsets',
+        )
+    if not 0 <= part < parts:
+        raise DataError(
+            "parts of a row are numbered from 0",
+            found=f"part={part}, parts={parts}",
+            fix="pass this rank on the context axis, and their number",
+        )
     if kind == "flex":
         if parts != 1:
             raise DataError(
@@ -137,8 +149,8 @@ def document_offsets(document_ids: Tensor) -> tuple[Tensor, int]:
         document_ids: of `trainer_kit.data.pack`, int64, shape (batch, tokens).
 
     Returns:
-        The first token of each document and the number of all tokens, int32, shape (documents + 1,); and the length of
-        the longest document.
+        The first token of each document and the number of all tokens (``cu_seqlens``), int32, shape (documents + 1,);
+        and the length of the longest document (``max_seqlen``).
 
     Raises:
         DataError: ids of another shape.

@@ -10,6 +10,7 @@ from trainer_kit.core.errors import (
     CheckpointError,
     DataError,
 )
+from trainer_kit.data.division import divide_by_itself
 from trainer_kit.data.order import derive_seed
 from trainer_kit.data.source import kind_of
 from trainer_kit.data.streams import (
@@ -19,6 +20,7 @@ from trainer_kit.data.streams import (
     Sample,
     Stream,
     as_stream,
+    passed_objects,
 )
 
 __all__ = ["Mixture", "mix"]
@@ -55,15 +57,18 @@ def mix(
         weights: by name, not negative; only their ratios matter. None: equal. A function of the number of samples that
             were drawn returns weights that change: it must be at the top of a module where workers are spawned.
         seed: decides between sources that are equally far behind.
-        until: ``"first"``: an epoch ends where a source has ended; ``"all"``: where each source has ended at least
-            once; a number: after so many samples; None: never (use ``max_steps`` or ``limit_train_batches``).
+        until: where an epoch ends. ``"first"``: after the last sample of any source (``first_exhausted`` of Hugging
+            Face's ``stopping_strategy``); ``"all"``: when each source was read at least once (``all_exhausted``); a
+            number: after so many samples; None: never (use ``max_steps`` or ``limit_train_batches``). That an iterable
+            or a packed stream has ended is known only when it is asked for another sample.
         key: the key under which each sample, a dict, gets the name of its source, for logs and losses by source.
 
     Returns:
         A stream for a ``DataLoader``, or for another function of `trainer_kit.data`.
 
     Raises:
-        DataError: no sources, weights for other names or with a wrong value; while reading: an empty source.
+        DataError: no sources, weights for other names or with a wrong value, one iterable in two sources; while
+            reading: an empty source, or sources of which only some divide themselves among the ranks.
 
     Example:
         >>> mixture = mix({"web": ["w0", "w1", "w2"], "code": ["c0"]}, weights={"web": 3, "code": 1}, until=8)
@@ -85,6 +90,7 @@ def mix(
             fix='pass until="first", "all", a number, or None for no end',
         )
     streams = {name: as_stream(source) for name, source in sources.items()}
+    _refuse_shared(streams)
     if weights is None:
         weights = dict.fromkeys(streams, 1.0)
     mixture = Mixture(
@@ -105,6 +111,20 @@ def mix(
     return mixture
 
 
+def _refuse_shared(streams: Mapping[str, Stream]) -> None:
+    # Two sources would move one position.
+    owners: dict[int, str] = {}
+    for name, stream in streams.items():
+        for source in passed_objects(stream):
+            owner = owners.setdefault(id(source), name)
+            if owner != name:
+                raise DataError(
+                    "two sources of a mixture read one object, which has one position and one epoch",
+                    found=f"one {kind_of(source)} in {owner} and in {name}",
+                    fix="make a dataset for each of them",
+                )
+
+
 @final
 class Mixture(Stream):
     """The result of `mix`.
@@ -122,7 +142,7 @@ class Mixture(Stream):
         until: _Until,
         key: str | None,
     ) -> None:
-        super().__init__()
+        super().__init__(*sources.values())
         self.sources = sources
         self.weights = weights
         self.seed = seed
@@ -132,11 +152,16 @@ class Mixture(Stream):
         self.datasets = list(sources.values())
         self._cursor: _MixtureCursor | None = None
 
+    def __getstate__(self) -> dict[str, object]:
+        # Without the newest pass, whose iterators cannot be pickled.
+        return super().__getstate__() | {"_cursor": None}
+
     def open(
         self,
         epoch: int,
         state: CursorState = None,
     ) -> Cursor:
+        self._check_divisions()
         # Kept for `counts` and `epochs`, which describe the newest pass.
         self._cursor = _MixtureCursor(
             self,
@@ -144,6 +169,20 @@ class Mixture(Stream):
             state,
         )
         return self._cursor
+
+    def _check_divisions(self) -> None:
+        # At each pass: a dataset may read its rank only after the process group is there.
+        divided = []
+        for name, stream in self.sources.items():
+            if divide_by_itself(stream) is not None:
+                divided.append(name)
+        undivided = [name for name in self.sources if name not in divided]
+        if divided and undivided:
+            raise DataError(
+                "a mixture needs sources that all divide themselves among the ranks, or none that does",
+                found=f"{', '.join(divided)} divided, {', '.join(undivided)} read by every rank",
+                fix="leave the division to this library, or divide all of them",
+            )
 
     @property
     def counts(self) -> dict[str, int]:
@@ -226,6 +265,13 @@ class _MixedSource:
             self.behind -= 1
         return draw
 
+    def has_ended(self) -> bool:
+        """Whether its pass has ended; a source without samples has not."""
+        return self.count > 0 and self._cursor.has_ended()
+
+    def was_read_once(self) -> bool:
+        return self.epochs > 0 or self.has_ended()
+
     def begin_again(self) -> None:
         self.epochs += 1
         self._cursor = self.stream.open(self._epoch + self.epochs)
@@ -296,6 +342,8 @@ class _MixtureCursor(Cursor):
         self._shares: dict[str, float] = {}
         if not callable(mixture.weights):
             self._shares = mixture.shares(0)
+        ended = [name for name in names if self._sources[name].has_ended()]
+        self._is_over = any(self._ends_with(name) for name in ended)
 
     def counts(self) -> dict[str, int]:
         return {name: source.count for name, source in self._sources.items()}
@@ -303,24 +351,34 @@ class _MixtureCursor(Cursor):
     def epochs(self) -> dict[str, int]:
         return {name: source.epochs for name, source in self._sources.items()}
 
-    def __next__(self) -> Draw:
+    def has_ended(self) -> bool:
         until = self._mixture.until
-        # A resumed mixture may have been longer.
-        if isinstance(until, int) and self._drawn >= until:
+        if isinstance(until, int):
+            # A resumed mixture may have been longer.
+            return self._drawn >= until
+        return self._is_over
+
+    def __next__(self) -> Draw:
+        if self.has_ended():
             raise StopIteration
         # Asked for each sample only where weights are a function.
         shares = self._shares or self._mixture.shares(self._drawn)
         # The source that is furthest behind its share: counts never differ from the shares by a whole round, as random
-        # draws would.
+        # draws would. A source whose weight a schedule has set to zero is not read, however far behind it is.
         name = max(
             self._ranking,
-            key=lambda name: self._sources[name].behind + shares[name],
+            key=lambda name: (
+                shares[name] > 0,
+                self._sources[name].behind + shares[name],
+            ),
         )
         # Before the shares are added: at the end of the data nothing has changed.
         draw = self._take(name)
         for source_name, source in self._sources.items():
             source.fall_behind(shares[source_name])
         self._drawn += 1
+        source = self._sources[name]
+        self._is_over = source.has_ended() and self._ends_with(name)
         key = self._mixture.key
         if key is None:
             return draw
@@ -363,8 +421,7 @@ class _MixtureCursor(Cursor):
             return False
         unread = []
         for other_name, source in self._sources.items():
-            # A source that began again has been read as a whole.
-            if other_name != name and not source.epochs:
+            if other_name != name and not source.was_read_once():
                 unread.append(other_name)
         return not unread
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Literal, NamedTuple, TypeAlias, final
@@ -23,6 +24,8 @@ from trainer_kit.data.streams import (
     Sample,
     Stream,
     as_stream,
+    integers_from_bytes,
+    integers_to_bytes,
 )
 
 __all__ = ["pack"]
@@ -59,10 +62,11 @@ def pack(
     Args:
         stream: yields documents: sequences of token ids, or dicts with them under ``key``. A dict may have ``labels``
             for its tokens (not shifted; ``ignore`` where a token is not to be learned).
-        tokens: the length of a row.
-        method: ``"fit"``: whole documents, each in the open row in which it leaves the least space; a row ends with
-            padding, and only documents longer than a row are cut. ``"cut"``: one document after the other, cut where a
-            row ends, without padding except in the last row.
+        tokens: the length of a row (``seq_len``, ``block_size``).
+        method: ``"fit"`` (best-fit packing): whole documents, each in the open row in which it leaves the least space;
+            a row ends with padding, and only documents longer than a row are cut. ``"cut"`` (wrapped packing,
+            concatenation and chunking): one document after the other, cut where a row ends, without padding except in
+            the last row.
         ids: ``"document"``; ``"row"``: positions run through the row, without document ids, so that documents of a row
             see each other.
         key: where a dict has its tokens.
@@ -131,6 +135,8 @@ class _Layout:
     shift: bool
     pad: int
     ignore: int
+    reported_keys: set[str] = field(default_factory=set)
+    """Keys of documents that were named in a warning."""
 
     def document(self, draw: Draw) -> _Document:
         """Load a document.
@@ -150,6 +156,7 @@ class _Layout:
                 )
             tokens = sample[self.key]
             labels = sample.get("labels")
+            self._report_keys(sample)
         token_ids = _token_ids(tokens)
         if labels is None:
             return _Document(token_ids, token_ids)
@@ -161,6 +168,18 @@ class _Layout:
                 fix=f"pass labels that are not shifted, with {self.ignore} where a token is not to be learned",
             )
         return _Document(token_ids, label_ids)
+
+    def _report_keys(self, sample: Mapping[str, Sample]) -> None:
+        """Warn once of each key of a document that rows do not have."""
+        left_out = sample.keys() - {self.key, "labels"} - self.reported_keys
+        if not left_out:
+            return
+        self.reported_keys.update(left_out)
+        names = ", ".join(sorted(map(str, left_out)))
+        warnings.warn(
+            f"packed rows leave out {names} of the documents: they have tokens, labels, positions and document ids",
+            stacklevel=2,
+        )
 
     def row(self, pieces: list[_Piece]) -> _Row:
         """Return the tensors of a row."""
@@ -255,6 +274,23 @@ def _cut_piece(
     )
 
 
+def _remainder(
+    document: _Document,
+    position: int,
+    start: int,
+) -> _Piece | None:
+    """Return the tokens of a document from ``start`` on; None if there are none."""
+    length = len(document.tokens) - start
+    if not length:
+        return None
+    return _Piece(
+        document,
+        position,
+        start,
+        length,
+    )
+
+
 @final
 class _CutStream(Stream):
     """Rows of documents that are cut where a row ends."""
@@ -264,7 +300,7 @@ class _CutStream(Stream):
         source: Stream,
         layout: _Layout,
     ) -> None:
-        super().__init__()
+        super().__init__(source)
         self.source = source
         self.layout = layout
 
@@ -323,8 +359,9 @@ class _CutCursor(Cursor):
     def _next_piece(self, space: int) -> _Piece | None:
         """Return the next tokens of the current document, or of the next one that is not empty."""
         while self._document is None or self._start >= len(self._document.tokens):
+            # The document before it is used up.
             self._position = self._source.read
-            draw = self._source.take()
+            draw = self._source.take(self._position)
             if draw is None:
                 self._document = None
                 return None
@@ -341,9 +378,11 @@ class _CutCursor(Cursor):
 
     def state(self) -> CursorState:
         needed = []
+        earliest = self._source.read
         if self._document is not None and self._start < len(self._document.tokens):
-            needed.append(self._position)
-        source_state = self._source.state(np.array(needed, np.int64))
+            earliest = self._position
+            needed.append(earliest)
+        source_state = self._source.state(needed, earliest)
         return {"source": source_state, "start": self._start}
 
 
@@ -357,7 +396,7 @@ class _FitStream(Stream):
         layout: _Layout,
         open_rows: int,
     ) -> None:
-        super().__init__()
+        super().__init__(source)
         self.source = source
         self.layout = layout
         self.open_rows = open_rows
@@ -419,8 +458,8 @@ class _FitCursor(Cursor):
         self._next_row = 0
         # (space, number) of every row, in order.
         self._spaces: list[tuple[int, int]] = []
-        # Pieces of a long document that are not in a row yet.
-        self._waiting: list[_Piece] = []
+        # What is not in a row yet of a document that is longer than one.
+        self._remainder: _Piece | None = None
         if state is not None:
             self._restore(state)
 
@@ -444,31 +483,39 @@ class _FitCursor(Cursor):
         return age > _OLDEST * self._open_rows
 
     def _next_piece(self) -> _Piece | None:
-        while not self._waiting:
+        while self._remainder is None:
             position = self._source.read
-            draw = self._source.take()
+            draw = self._source.take(self._earliest())
             if draw is None:
                 return None
             document = self._layout.document(draw)
-            self._waiting += self._pieces(document, position)
-        return self._waiting.pop(0)
-
-    def _pieces(
-        self,
-        document: _Document,
-        position: int,
-    ) -> Iterator[_Piece]:
-        for start in range(
-            0,
-            len(document.tokens),
-            self._layout.tokens,
-        ):
-            yield _cut_piece(
+            self._remainder = _remainder(
                 document,
                 position,
-                start,
-                self._layout.tokens,
+                0,
             )
+        remainder = self._remainder
+        piece = _cut_piece(
+            remainder.document,
+            remainder.position,
+            remainder.start,
+            self._layout.tokens,
+        )
+        self._remainder = _remainder(
+            remainder.document,
+            remainder.position,
+            remainder.start + piece.length,
+        )
+        return piece
+
+    def _earliest(self) -> int:
+        """Return the position of the first document that is still needed; without one, the next position."""
+        oldest = next(iter(self._rows.values()), None)
+        if oldest is not None:
+            return oldest.pieces[0].position
+        if self._remainder is not None:
+            return self._remainder.position
+        return self._source.read
 
     def _place(self, piece: _Piece) -> Draw | None:
         """Put a piece into a row, and return a row that is full, or that made space for a new one."""
@@ -522,13 +569,15 @@ class _FitCursor(Cursor):
         for number, row in self._rows.items():
             pieces += row.pieces
             rows += [number] * len(row.pieces)
-        pieces += self._waiting
-        rows += [-1] * len(self._waiting)
-        positions = np.array([piece.position for piece in pieces], np.int64)
+        if self._remainder is not None:
+            pieces.append(self._remainder)
+            rows.append(-1)
+        positions = [piece.position for piece in pieces]
+        starts = [piece.start for piece in pieces]
         return {
-            "source": self._source.state(positions),
-            "rows": np.array(rows, np.int64),
-            "starts": np.array([piece.start for piece in pieces], np.int64),
+            "source": self._source.state(positions, self._earliest()),
+            "rows": integers_to_bytes(rows),
+            "starts": integers_to_bytes(starts),
             "next_row": self._next_row,
             "tokens": self._layout.tokens,
         }
@@ -537,25 +586,30 @@ class _FitCursor(Cursor):
         documents = {}
         for position, draw in self._source.draws.items():
             documents[position] = self._layout.document(draw)
-        positions = state["source"]["needed"].tolist()
-        starts = state["starts"].tolist()
-        numbers = state["rows"].tolist()
+        positions = integers_from_bytes(state["source"]["needed"])
+        starts = integers_from_bytes(state["starts"])
+        numbers = integers_from_bytes(state["rows"])
         for position, start, number in zip(
             positions,
             starts,
             numbers,
             strict=True,
         ):
+            document = documents[position]
+            if number < 0:
+                self._remainder = _remainder(
+                    document,
+                    position,
+                    start,
+                )
+                continue
             length = self._layout.tokens
             piece = _cut_piece(
-                documents[position],
+                document,
                 position,
                 start,
                 length,
             )
-            if number < 0:
-                self._waiting.append(piece)
-                continue
             row = self._rows.setdefault(number, _OpenRow(space=length))
             row.add(piece)
         for number, row in self._rows.items():

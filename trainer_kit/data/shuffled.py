@@ -5,8 +5,6 @@ from __future__ import annotations
 from array import array
 from typing import Final, final
 
-import numpy as np
-
 from trainer_kit.core.errors import DataError
 from trainer_kit.data.order import derive_seed
 from trainer_kit.data.source import kind_of
@@ -18,6 +16,7 @@ from trainer_kit.data.streams import (
     ReplayedCursor,
     Stream,
     as_stream,
+    integers_from_bytes,
 )
 
 __all__ = ["Permutation", "shuffle"]
@@ -43,7 +42,7 @@ def shuffle(
 
     Args:
         stream: a stream, a map-style dataset or an iterable; see `trainer_kit.data.mix` about its position.
-        buffer: number of samples to hold; None: permute a map-style dataset.
+        buffer: number of samples to hold (``buffer_size`` elsewhere); None: permute a map-style dataset.
         seed: of the order.
 
     Returns:
@@ -54,7 +53,7 @@ def shuffle(
 
     Example:
         >>> list(shuffle(range(8), seed=1))
-        [7, 0, 2, 3, 1, 6, 5, 4]
+        [1, 7, 2, 0, 5, 3, 4, 6]
         >>> stream = shuffle(range(8), buffer=4)
         >>> samples = iter(stream)
         >>> read = [next(samples) for _ in range(3)]
@@ -94,7 +93,7 @@ class _ShuffledStream(Stream):
         buffer: int,
         seed: int,
     ) -> None:
-        super().__init__()
+        super().__init__(source)
         self.source = source
         self.buffer = buffer
         self.seed = seed
@@ -133,7 +132,7 @@ class _BufferCursor(Cursor):
         if state is not None:
             self._yielded = state["yielded"]
             source_state = state["source"]
-            self._positions.extend(source_state["needed"].tolist())
+            self._positions.extend(integers_from_bytes(source_state["needed"]))
         # The samples of the buffer are not saved, only their positions: a resume reads them again.
         self._source = ReplayedCursor(
             stream.source,
@@ -157,6 +156,9 @@ class _BufferCursor(Cursor):
         )
         self._ended = False
 
+    def has_ended(self) -> bool:
+        return self._ended and not self._draws
+
     def __next__(self) -> Draw:
         # Filled before the first draw, and again after each one.
         while not self._ended and len(self._draws) < self._size:
@@ -169,7 +171,7 @@ class _BufferCursor(Cursor):
 
     def _add(self) -> None:
         position = self._source.read
-        draw = self._source.take()
+        draw = self._source.take(self._oldest)
         if draw is None:
             self._ended = True
             return
@@ -200,7 +202,14 @@ class _BufferCursor(Cursor):
         return draw
 
     def state(self) -> CursorState:
-        source_state = self._source.state(np.array(self._positions, np.int64))
+        earliest = min(
+            self._positions,
+            default=self._source.read,
+        )
+        source_state = self._source.state(
+            self._positions,
+            earliest,
+        )
         return {"yielded": self._yielded, "source": source_state}
 
 
@@ -213,7 +222,7 @@ class _PermutedStream(Stream):
         source: IndexedStream,
         seed: int,
     ) -> None:
-        super().__init__()
+        super().__init__(source)
         self.source = source
         self.seed = seed
 
@@ -245,8 +254,11 @@ class _PermutedCursor(Cursor):
         self._permutation = permutation
         self._position = position
 
+    def has_ended(self) -> bool:
+        return self._position >= self._permutation.count
+
     def __next__(self) -> Draw:
-        if self._position >= self._permutation.count:
+        if self.has_ended():
             raise StopIteration
         index = self._permutation(self._position)
         self._position += 1
@@ -275,7 +287,7 @@ class Permutation:
         True
     """
 
-    _ROUNDS: Final = 4
+    _ROUNDS: Final = 8
 
     def __init__(
         self,

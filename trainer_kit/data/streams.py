@@ -8,15 +8,16 @@ position.
 from __future__ import annotations
 
 import copy
+import os
 from abc import ABC, abstractmethod
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import Protocol, TypeAlias, TypeGuard, cast, final
 
-import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from trainer_kit.core.display import plural
@@ -47,13 +48,36 @@ __all__ = [
     "Sample",
     "Stream",
     "as_stream",
+    "integers_from_bytes",
+    "integers_to_bytes",
+    "passed_objects",
 ]
 
 Sample: TypeAlias = Batch
 Draw: TypeAlias = Callable[[], Sample]
 """Returns a sample of a stream."""
 CursorState: TypeAlias = SourceState
-"""Plain data, and NumPy arrays; each class of cursors has its own structure."""
+"""Numbers, texts, bytes and containers of them; each class of cursors has its own structure."""
+
+
+def integers_to_bytes(values: Sequence[int]) -> bytes:
+    """Return integers as 64 bits each: a state has many of them, and is copied after every batch.
+
+    ``torch.load(weights_only=True)`` reads bytes, and a worker sends them faster than a list or a tensor.
+
+    Example:
+        >>> integers_from_bytes(integers_to_bytes([3, 1]))
+        [3, 1]
+    """
+    # Their number comes first: ``weights_only=True`` refuses bytes of length 0.
+    integers = array("q", [len(values)])
+    integers.extend(values)
+    return integers.tobytes()
+
+
+def integers_from_bytes(content: bytes) -> list[int]:
+    """Return the integers of `integers_to_bytes`."""
+    return array("q", content).tolist()[1:]
 
 
 class Indexed(Protocol):
@@ -85,6 +109,10 @@ class Cursor(ABC):
     def state(self) -> CursorState:
         """Return the position after the last draw, from which `Stream.open` continues."""
 
+    def has_ended(self) -> bool:
+        """Whether no draw is left, as far as that is known without reading. Default: not known."""
+        return False
+
 
 class Stream(IterableDataset[Sample], ABC):
     """A dataset that is read in order, and that can continue from a saved position.
@@ -96,11 +124,17 @@ class Stream(IterableDataset[Sample], ABC):
     keeps each n-th batch.
 
     A state is valid for the same number of workers.
+
+    Args:
+        inputs: the streams that this one reads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *inputs: Stream) -> None:
+        self.inputs = inputs
         self._epoch = 0
         self._saved: SavedState | None = None
+        # The process in which it was loaded.
+        self._loaded_by: int | None = None
         self._pass: _WorkerPass | None = None
 
     @abstractmethod
@@ -116,13 +150,30 @@ class Stream(IterableDataset[Sample], ABC):
             state: the result of `Cursor.state`, to continue; None: from the start.
         """
 
+    def leaves(self) -> Iterator[Stream]:
+        """Yield the streams below this one that read no other stream; this one if it reads none."""
+        if not self.inputs:
+            yield self
+        for stream in self.inputs:
+            yield from stream.leaves()
+
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass; a Trainer does so."""
         self._epoch = epoch
 
+    def __getstate__(self) -> dict[str, object]:
+        # A copy, as in a worker, begins its own pass: iterators of a pass cannot be pickled.
+        return {**self.__dict__, "_pass": None}
+
     def __iter__(self) -> Iterator[Sample]:
         saved = self._saved
         self._saved = None
+        if saved is not None and self._loaded_by != os.getpid():
+            raise DataError(
+                "a position that is loaded in the main process would hold for every epoch of the workers",
+                found=f"load_state_dict of a {kind_of(self)}, and a loader with workers",
+                fix="load the state of torchdata's StatefulDataLoader, or use num_workers=0",
+            )
         if saved is None:
             saved = _start_state(self._epoch)
         self._pass = _WorkerPass(self, saved)
@@ -140,6 +191,7 @@ class Stream(IterableDataset[Sample], ABC):
     def load_state_dict(self, state: SavedState) -> None:
         """Begin the next pass at a position of `state_dict`."""
         self._saved = state
+        self._loaded_by = os.getpid()
 
 
 def _start_state(epoch: int) -> StateDict:
@@ -265,8 +317,11 @@ class _IndexedCursor(Cursor):
         # At the start of the pass, as a DataLoader's sampler does.
         self._count = len(stream.source)
 
+    def has_ended(self) -> bool:
+        return self._index >= self._count
+
     def __next__(self) -> Draw:
-        if self._index >= self._count:
+        if self.has_ended():
             raise StopIteration
         draw = self._stream.draw(self._index)
         self._index += 1
@@ -293,6 +348,16 @@ class _IterableStream(Stream):
         return _IterableCursor(self.source, state)
 
 
+def passed_objects(stream: Stream) -> Iterator[object]:
+    """Yield the objects of a user below a stream that have a position or an epoch of their own."""
+    for leaf in stream.leaves():
+        if not isinstance(leaf, (_IterableStream, IndexedStream)):
+            continue
+        # A map-style dataset has no position.
+        if isinstance(leaf, _IterableStream) or hasattr(leaf.source, "set_epoch"):
+            yield leaf.source
+
+
 @final
 class _IterableCursor(Cursor):
     def __init__(
@@ -304,12 +369,15 @@ class _IterableCursor(Cursor):
         if has_state(source):
             self._stateful = cast("_Stateful", source)
         self._read = 0
+        self._opened_with = None
         if state is not None:
             self._read = state["read"]
+            self._opened_with = state["source"]
+        self._has_read = False
         # Many sources read the worker once, in __iter__.
         with _without_workers():
-            if state is not None and self._stateful is not None:
-                self._stateful.load_state_dict(state["source"])
+            if self._opened_with is not None and self._stateful is not None:
+                self._stateful.load_state_dict(self._opened_with)
             self._iterator = iter(source)
             if self._stateful is None:
                 _read_up_to(
@@ -321,13 +389,16 @@ class _IterableCursor(Cursor):
     def __next__(self) -> Draw:
         with _without_workers():
             sample = next(self._iterator)
+        self._has_read = True
         self._read += 1
         # Read already: an iterable has no way to skip a sample for another worker.
         return lambda: sample
 
     def state(self) -> CursorState:
-        source_state = None
-        if self._stateful is not None:
+        # Before its first sample a source may still return the position of its previous pass: the body of a generator
+        # has not begun.
+        source_state = self._opened_with
+        if self._stateful is not None and self._has_read:
             # The source goes on to change its own.
             source_state = copy.deepcopy(self._stateful.state_dict())
         return {"read": self._read, "source": source_state}
@@ -414,10 +485,14 @@ class ReplayedCursor:
         # Back to the anchor, and forward over everything that was read since.
         self.read = state["anchor"]
         self._cursor = stream.open(epoch, state["stream"])
-        needed = set(state["needed"].tolist())
+        needed = set(integers_from_bytes(state["needed"]))
+        earliest = min(
+            needed,
+            default=state["read"],
+        )
         while self.read < state["read"]:
             position = self.read
-            draw = self.take()
+            draw = self.take(earliest)
             if draw is None:
                 raise _shorter(
                     stream,
@@ -427,8 +502,13 @@ class ReplayedCursor:
             if position in needed:
                 self.draws[position] = draw
 
-    def take(self) -> Draw | None:
-        """Return the next draw; None at the end of the stream."""
+    def take(self, earliest: int) -> Draw | None:
+        """Return the next draw; None at the end of the stream.
+
+        Args:
+            earliest: a position at or before all draws that are still needed.
+        """
+        self._drop_anchors(earliest)
         # A state of the stream costs memory, so one is kept for each interval and not for each draw.
         if self.read % self._interval == 0 or not self._anchors:
             self._anchors.append((self.read, self._cursor.state()))
@@ -437,24 +517,33 @@ class ReplayedCursor:
             self.read += 1
         return draw
 
-    def state(self, positions: np.ndarray) -> StateDict:
-        """Return the state from which the draws at these positions, and all later ones, can be read again."""
+    def state(
+        self,
+        positions: Sequence[int],
+        earliest: int,
+    ) -> StateDict:
+        """Return the state from which the draws at these positions, and all later ones, can be read again.
+
+        Args:
+            positions: of draws that were read.
+            earliest: the first of them; without one, the next position.
+        """
         anchor = self.read
         stream_state = None
-        earliest = self.read
-        if len(positions):
-            earliest = int(positions.min())
         # An anchor behind the next draw is not there before the first one is taken.
         if earliest == self.read:
             stream_state = self._cursor.state()
         else:
-            # Anchors before the earliest needed draw are never used again, except for the last one before it.
-            while len(self._anchors) > 1 and self._anchors[1][0] <= earliest:
-                self._anchors.popleft()
+            self._drop_anchors(earliest)
             anchor, stream_state = self._anchors[0]
         return {
             "read": self.read,
-            "needed": positions,
+            "needed": integers_to_bytes(positions),
             "anchor": anchor,
             "stream": stream_state,
         }
+
+    def _drop_anchors(self, earliest: int) -> None:
+        # Anchors before the earliest needed draw are never used again, except for the last one before it.
+        while len(self._anchors) > 1 and self._anchors[1][0] <= earliest:
+            self._anchors.popleft()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -254,7 +254,7 @@ class RankReader:
         stop: int | None = None,
         *,
         earlier: int = 0,
-        saves: bool = False,
+        saved_at: Container[int] | None = None,
     ) -> RankPass:
         """Read an epoch from batch ``start`` up to ``stop``.
 
@@ -263,7 +263,8 @@ class RankReader:
             start: the first batch.
             stop: the number of batches after which the epoch is ended early; None: it is read to its end.
             earlier: number of batches in earlier epochs.
-            saves: save the position after every batch.
+            saved_at: save the position after every batch, and keep those after these numbers of batches, since a state
+                may be large; None: save none.
         """
         result = RankPass()
         with self._ranks.as_rank(self._rank), preserved_rng():
@@ -273,14 +274,17 @@ class RankReader:
                 batches = islice(batches, stop - start)
             for position, batch in enumerate(batches, start + 1):
                 result.add(fingerprint(batch), self._samples(batch))
-                if saves:
-                    self.feed.loader_state.forget(position - 1)
-                    self._record(
-                        result,
-                        epoch,
-                        position,
-                        earlier + position,
-                    )
+                if saved_at is None:
+                    continue
+                self.feed.loader_state.forget(position - 1)
+                saved = self._save_within(
+                    result,
+                    epoch,
+                    position,
+                    earlier + position,
+                )
+                if position in saved_at:
+                    result.positions[position] = saved
             self._generators = rng_state()
         return result
 
@@ -290,13 +294,13 @@ class RankReader:
             return []
         return list(self._identify(batch))
 
-    def _record(
+    def _save_within(
         self,
         result: RankPass,
         epoch: int,
         position: int,
         total: int,
-    ) -> None:
+    ) -> SavedPosition:
         first, second = (self._ask_loader() for _ in range(2))
         if fingerprint(first) != fingerprint(second):
             result.mark_unsteady(position)
@@ -305,7 +309,7 @@ class RankReader:
             position,
             total,
         )
-        result.positions[position] = SavedPosition(state, rng_state())
+        return SavedPosition(state, rng_state())
 
     def _ask_loader(self) -> SavedState | None:
         """Return the state of the user's object, which the feed asks once after each batch."""

@@ -62,16 +62,20 @@ class LoaderReport:
 
     @property
     def ok(self) -> bool:
-        """Whether no check fails. A change of workers or ranks that the loader refuses in words is no failure."""
-        return not self.failures
+        """Whether something was checked, and no check fails.
+
+        A change of workers or ranks that the loader refuses in words is no failure.
+        """
+        was_checked = any(check.status == "ok" for check in self.checks)
+        return was_checked and not self.failures
 
     @property
     def exit_code(self) -> int:
-        """0 where no check fails, else 1."""
+        """0 where `ok`, else 1."""
         return int(not self.ok)
 
     def raise_if_failed(self) -> None:
-        """Raise if a check fails.
+        """Raise if a check fails, or nothing was checked.
 
         Raises:
             AssertionError: with all lines of the report.
@@ -87,6 +91,8 @@ class LoaderReport:
         lines = [str(check) for check in self.checks]
         total = plural(len(self.checks), "check")
         summary = f"exact, as far as checked: {total}"
-        if not self.ok:
+        if self.failures:
             summary = f"not exact: {len(self.failures)} of {total} failed"
+        elif not self.ok:
+            summary = f"nothing was checked: {total}"
         return "\n".join([*lines, summary])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar, final
 
@@ -108,6 +109,7 @@ def check_loader(
         limit=limit,
         identify=identify or identify_rows,
         seed=seed,
+        rank_multiple=math.lcm(*ranks),
     )
     records: list[_Record] = []
     checks: list[LoaderCheck] = []
@@ -157,6 +159,8 @@ class _Plan:
     limit: int | None
     identify: Identify
     seed: int
+    rank_multiple: int
+    """The least common multiple of the numbers of ranks."""
 
 
 @final
@@ -308,6 +312,8 @@ class _LayoutChecker:
             epochs,
         )
         counts = [self._count(epoch) for epoch in range(self.plan.epochs)]
+        if not all(counts):
+            raise Outcome("fails", "an epoch without a batch")
         batches = " and ".join(map(str, counts))
         return f"batches by epoch: {batches}"
 
@@ -384,7 +390,7 @@ class _LayoutChecker:
                     saved,
                     epoch,
                     position,
-                    saves=True,
+                    saved_at=[following],
                 )
                 saved = [rank_pass.positions[following] for rank_pass in passes]
                 passes = self._resume(
@@ -541,7 +547,7 @@ class _LayoutChecker:
             )
         )
         positions = []
-        for position in range(1, len(record.epochs[epoch][0].batches)):
+        for position in sorted(record.epochs[epoch][0].positions):
             # A position counts micro-batches of all ranks, whose size differs between layouts.
             starts = {position * before / now for before, now in strides}
             start = starts.pop()
@@ -570,6 +576,19 @@ class _LayoutChecker:
 
     def _positions(self, epoch: int) -> list[int]:
         return _spread(range(1, self._count(epoch)), self.plan.positions)
+
+    def _saved_positions(self, epoch: int) -> set[int]:
+        """Return the positions of an epoch from which this layout or another one resumes."""
+        positions = set(self._positions(epoch))
+        # In another layout a position is a whole number of batches if its number of ranks divides it.
+        ranks = self.plan.rank_multiple
+        multiples = range(
+            ranks,
+            self._count(epoch),
+            ranks,
+        )
+        positions.update(_spread(multiples, self.plan.positions))
+        return positions
 
     def _summary(
         self,
@@ -619,10 +638,13 @@ class _LayoutChecker:
         earlier = 0
         for epoch in range(self.plan.epochs):
             passes = []
+            saved_at = None
+            if saves:
+                saved_at = self._saved_positions(epoch)
             for reader in readers:
                 passes.append(
                     reader.read(
-                        epoch, stop=self.plan.limit, earlier=earlier, saves=saves
+                        epoch, stop=self.plan.limit, earlier=earlier, saved_at=saved_at
                     )
                 )
             earlier += len(passes[0].batches)
@@ -637,7 +659,7 @@ class _LayoutChecker:
         start: int,
         *,
         earlier: int | None = None,
-        saves: bool = False,
+        saved_at: Container[int] | None = None,
     ) -> list[RankPass]:
         """Return what each rank reads from a position up to the end of its epoch."""
         readers = self._open(saved)
@@ -651,7 +673,7 @@ class _LayoutChecker:
                     start,
                     self.plan.limit,
                     earlier=earlier,
-                    saves=saves,
+                    saved_at=saved_at,
                 )
             )
         _close(readers)
