@@ -208,7 +208,8 @@ class Trainer(Session):
             checkpoints go there; loggers need a local directory.
         max_duration: a limit in any unit.
         compile: compile ``training_step``: True, or a dict of arguments of ``torch.compile``. With ``"regional": True``
-            in it, compile each block of the model instead, once for all blocks of a class.
+            in it, compile each block of the model instead, once for all blocks of a class. ``"step"``: run forward and
+            backward as one captured graph, with the same bits, where that is possible (one process).
         seed: the seed of the data order; by default that of the last `seed_everything` or ``torch.manual_seed`` before
             a fit begins, and the checkpoint's in a resumed fit.
         resume: ``"auto"`` continues the newest unfinished run of this script and root; by default a new run starts.
@@ -292,7 +293,7 @@ class Trainer(Session):
         reload_dataloaders_every_n_epochs: int = 0,
         default_root_dir: str | os.PathLike[str] | None = None,
         max_duration: DurationLike | None = None,
-        compile: bool | Mapping[str, Any] = False,
+        compile: bool | str | Mapping[str, Any] = False,
         seed: int | None = None,
         resume: str | None = None,
         global_batch_size: int | None = None,
@@ -384,6 +385,7 @@ class Trainer(Session):
                 },
                 compile_options=compile_options,
                 compile_regional=compile_regional,
+                captures_steps=compile == "step",
                 recomputes=activation_checkpointing,
                 async_save=async_save,
                 drops_unsaveable=on_unsaveable == "drop",
@@ -836,13 +838,13 @@ def _refuse(resume: object, reload_every: object) -> None:
 
 
 def _compile_options(
-    argument: bool | Mapping[str, Any],
+    argument: bool | str | Mapping[str, Any],
 ) -> tuple[Keywords | None, bool]:
     """The arguments of ``torch.compile``, or None; and whether repeated blocks are compiled, not the whole step."""
     if isinstance(argument, Mapping):
         options = dict(argument)
         return options, bool(options.pop("regional", False))
-    if argument:
+    if argument is True:
         return {}, False
     return None, False
 

@@ -56,6 +56,7 @@ __all__ = [
     "direct_parameters",
     "direct_submodules",
     "find_private",
+    "forward_pre_hooks",
     "get_compiled_call",
     "has_compiled_call",
     "mark_stepped",
@@ -170,6 +171,12 @@ direct_submodules: Final[Callable[[nn.Module], dict[str, nn.Module | None]]] = (
 # The names of buffers that no state_dict has. Without it ``register_buffer`` and ``state_dict`` of torch fail.
 transient_buffers: Final[Callable[[nn.Module], set[str]]] = attrgetter(
     "_non_persistent_buffers_set"
+)
+
+# The hooks ahead of a module's forward, by their key. Without it transformer layers with an exception inside would get
+# one more hook with each run, or none: torch's fast path would then read weights past the exception.
+forward_pre_hooks: Final[Callable[[nn.Module], dict[int, Callable[..., object]]]] = (
+    attrgetter("_forward_pre_hooks")
 )
 
 MOVE: Final = "_apply"

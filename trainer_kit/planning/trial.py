@@ -335,6 +335,7 @@ class Trial:
                     # torch.compile would trace fake tensors for minutes; what it saves is not in a plan.
                     compile_options=None,
                     compile_regional=False,
+                    captures_steps=False,
                     recomputes=recomputes,
                 ),
             )

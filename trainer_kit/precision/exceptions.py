@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from trainer_kit.core.errors import PrecisionError, did_you_mean
 from trainer_kit.core.tensors import map_tensors
+from trainer_kit.core.torch_private import forward_pre_hooks
 from trainer_kit.core.types import Nested
-from trainer_kit.precision.torch_private import forward_pre_hooks
 
 __all__ = [
     "DTYPES",

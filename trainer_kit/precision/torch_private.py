@@ -8,17 +8,15 @@ other rooms use too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer_kit.core.torch_private import find_private
 from trainer_kit.core.types import StateDict
 
 __all__ = [
-    "forward_pre_hooks",
     "load_from_state_dict",
     "scaled_matmul",
     "set_scaler_device",
@@ -29,12 +27,6 @@ __all__ = [
 # inside of it. Without it a checkpoint of floats would be refused by a quantized model.
 load_from_state_dict: Final[Callable[..., None]] = find_private(
     "torch.nn.Module._load_from_state_dict", "loading of a quantized layer"
-)
-
-# The hooks ahead of a module's forward, by their key. Without it transformer layers with an exception inside would get
-# one more hook with each run, or none: torch's fast path would then read weights past the exception.
-forward_pre_hooks: Final[Callable[[nn.Module], dict[int, Callable[..., object]]]] = (
-    attrgetter("_forward_pre_hooks")
 )
 
 # One matmul in float8: fp8 support is detected by trying it, since torch has no list of devices.

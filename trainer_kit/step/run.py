@@ -15,6 +15,7 @@ from trainer_kit.metrics.metrics import Metrics
 from trainer_kit.precision.precision import Precision
 from trainer_kit.step.accumulation_window import WindowLoader
 from trainer_kit.step.bus import Bus
+from trainer_kit.step.captured_steps import CapturedSteps
 from trainer_kit.step.evaluate import Evaluation
 from trainer_kit.step.optimize import ManualStepper, Stepper
 from trainer_kit.step.requests import Requests
@@ -165,6 +166,7 @@ class Fit:
         forward_backward: the strategy's, or what takes its place.
         step: the stepper's, or what takes its place.
         frozen: names of the parameters that were not trained when the run was composed.
+        captured: what captures steps, or None.
         id: in the info of its checkpoints; "" where the run has no record.
     """
 
@@ -192,4 +194,5 @@ class Fit:
     forward_backward: Callable[[Window], None]
     step: Callable[[Window], None]
     frozen: frozenset[str] = frozenset()
+    captured: CapturedSteps | None = None
     id: str = ""

@@ -339,7 +339,7 @@ class Window(_Record):
                 output = runner.step(self.batch, self.index)
         if runner.unusual or output.__class__ is not Tensor:
             return self._read_output(output, index)
-        # The usual case in one frame: one loss, as a tensor. `_read_output` and `_weighted` do the same for the others.
+        # The usual case in one frame: one loss, as a tensor. `_read_output` and `weighted` do the same for the others.
         # A copy, for its memory may be written again: by its user, by a compiled step. On the CPU a number is cheapest.
         loss: Tensor | float
         if output.is_cpu:
@@ -389,7 +389,7 @@ class Window(_Record):
             if isinstance(loss, Tensor):
                 if runner.unusual:
                     runner.accept_loss(loss)
-                return self._weighted(loss, output, index)
+                return self.weighted(loss, output, index)
         elif is_mapping and by_loss.keys() <= output.keys():
             return self._read_named_losses(output, by_loss, index)
         raise _no_loss(output, by_loss)
@@ -401,7 +401,7 @@ class Window(_Record):
         losses = {}
         for name in names:
             if output[name] is not None:
-                losses[name] = self._weighted(output[name], output, index, name)
+                losses[name] = self.weighted(output[name], output, index, name)
         self.outputs = {
             key: value.detach() if isinstance(value, Tensor) else value
             for key, value in output.items()
@@ -412,7 +412,7 @@ class Window(_Record):
         self.start_gradients()
         return None
 
-    def _weighted(
+    def weighted(
         self, loss: Tensor, output: object, index: int, name: str | None = None
     ) -> Tensor:
         """Note a loss; return it with its weight in the window and the scale of the precision."""

@@ -73,6 +73,7 @@ class SingleDeviceStrategy(Strategy):
 
     name = "single_device"
     engine = "single"
+    why_not_captured = None
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)

@@ -123,6 +123,10 @@ class Strategy(ABC):
     """Whether the engine takes gradients off the parameters, and steps copies of them in its own dtype."""
     why_not_recomputed: str | None = None
     """Why torch cannot compute a block's activations again in backward under this engine; None: it can."""
+    why_not_captured: str | None = (
+        "its forward and backward exchange data between ranks"
+    )
+    """Why forward and backward cannot run as a captured graph; None: nothing but the module runs in them."""
     why_not_again: str | None = None
     """Why an optimizer cannot compute the loss again inside its step; None: it can."""
     why_not_in_threads: str | None = None

@@ -39,6 +39,7 @@ from trainer_kit.state.optimizer_states import configured_flags, note_configured
 from trainer_kit.state.runs import keep_checkpoints
 from trainer_kit.step.accumulation_window import WindowLoader
 from trainer_kit.step.bus import Bus
+from trainer_kit.step.captured_steps import CapturedSteps
 from trainer_kit.step.early_exit import exit_agreement
 from trainer_kit.step.evaluate import part_weight
 from trainer_kit.step.optimize import ManualStepper, Stepper
@@ -60,6 +61,7 @@ from trainer_kit.strategies.transforms.blocks import (
     Policy,
     units,
 )
+from trainer_kit.training.compose_capture import compose_captured_steps
 from trainer_kit.training.compose_evaluation import (
     compose_evaluation,
     find_validation_loaders,
@@ -166,9 +168,11 @@ def compose_fit(
         say=trainer.say,
         saver=Saver(trainer.options.async_save),
         id=record_id,
-        forward_backward=compose_forward_backward(
+        forward_backward=steps.captured
+        or compose_forward_backward(
             trainer, module, steps.stepper, steps.runner, steps.windows
         ),
+        captured=steps.captured,
         step=steps.stepper.step,
         frozen=frozenset(
             name for name, trained in configured_flags(module).items() if not trained
@@ -186,6 +190,7 @@ class _Steps:
     windows: WindowLoader
     runner: WindowRunner
     stepper: Stepper | ManualStepper
+    captured: CapturedSteps | None
 
 
 def _compose_steps(
@@ -222,8 +227,11 @@ def _compose_steps(
     move_in_step = None
     if prefetch is None:
         move_in_step = move
+    captured = None
+    if trainer.options.captures_steps:
+        captured = compose_captured_steps(trainer, module, automatic, step)
     runner = _compose_runner(
-        trainer, module, bus, automatic, step, move_in_step, padding
+        trainer, module, bus, automatic, step, move_in_step, padding, captured
     )
     windows = _compose_windows(
         trainer, module, feed, runner, length.limit, prefetch, padding
@@ -233,7 +241,7 @@ def _compose_steps(
     )
     # A mean over batches weights each one as its step does: by the samples that the feed counts, or by `loss_weight`.
     trainer.metrics.use_sizes_of(feed if windows.loss_weight is None else None)
-    return _Steps(windows, runner, stepper)
+    return _Steps(windows, runner, stepper, captured)
 
 
 def load_training(trainer: Session, loaders: Loaders) -> tuple[Feed, EpochLength]:
@@ -480,6 +488,7 @@ def _compose_runner(
     step: _Step,
     move: _Move | None,
     padding: PaddingBatches | None,
+    captured: CapturedSteps | None,
 ) -> WindowRunner:
     """What windows run with.
 
@@ -491,12 +500,15 @@ def _compose_runner(
         step: the user's step under the strategy.
         move: copies a batch to the device when its micro-batch begins; None where it is there.
         padding: runs a batch that this rank lacks.
+        captured: runs steps as graphs, or None.
     """
     strategy = trainer.strategy
     # The module's default is not called: the loss's own backward is a Python call less in every step.
     user_backward = None
     if is_overridden("backward", module, TrainModule):
         user_backward = module.backward
+    if captured is not None:
+        user_backward = captured.backward
     compiles = (
         trainer.options.compile_options is not None
         or trainer.running.compiler is not None

@@ -29,6 +29,7 @@ class CompositionOptions:
         switches: process-wide settings of torch that an entry point sets.
         compile_options: options of ``torch.compile``; None: nothing is compiled.
         compile_regional: whether repeated blocks are compiled, not the whole step.
+        captures_steps: whether forward and backward run as captured graphs.
         recomputes: the blocks with activation checkpointing; True: repeated ones, False: none.
         async_save: whether checkpoints are written in the background.
         drops_unsaveable: whether checkpoints leave out values that they cannot hold.
@@ -43,6 +44,7 @@ class CompositionOptions:
     switches: Mapping[str, bool | str | None] = field(default_factory=dict)
     compile_options: CompileOptions | None = None
     compile_regional: bool = False
+    captures_steps: bool = False
     recomputes: bool | Policy = False
     async_save: bool = False
     drops_unsaveable: bool = False

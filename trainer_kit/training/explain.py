@@ -22,6 +22,7 @@ from trainer_kit.step.optimizers import configure_optimizers
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.training.auto_strategy import choose_by_memory
 from trainer_kit.training.check_module import check_datamodule, check_module
+from trainer_kit.training.compose_capture import reason_against_capture
 from trainer_kit.training.loaders import (
     find_loaders,
     training_feed,
@@ -332,14 +333,28 @@ def _step_descriptions(trainer: Session, module: TrainModule) -> dict[str, str]:
         kernel = trainer.options.optimizer_kernel
         if kernel is not None:
             optimizer_step += f", kernel {kernel}"
+    step = f"{name}.training_step under {trainer.precision_plugin.name}"
+    if trainer.options.captures_steps:
+        step += f", {_describe_capture(trainer, module)}"
     return {
-        "training_step": f"{name}.training_step under {trainer.precision_plugin.name}",
+        "training_step": step,
         "backward": backward,
         "clip gradients": clipping,
         "optimizer_step": optimizer_step,
         "lr_scheduler_step": "schedulers with interval='step'",
         "validation_step": f"{name}.validation_step",
     }
+
+
+def _describe_capture(trainer: Session, module: TrainModule) -> str:
+    """What is captured of the steps of a fit, or why nothing is."""
+    run = trainer.run
+    if run is not None and run.module is module and run.captured is not None:
+        return run.captured.describe()
+    reason = reason_against_capture(trainer, module)
+    if reason is not None:
+        return f"not captured: {reason}"
+    return "captured when a kind of batch comes for the second time"
 
 
 def show_results(trainer: Session, stage: str, results: list[dict[str, float]]) -> None:

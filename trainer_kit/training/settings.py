@@ -229,9 +229,9 @@ def check_switches(
         raise ConfigurationError(
             "deterministic is True, False or 'warn'", found=repr(deterministic)
         )
-    if not isinstance(compile, (bool, Mapping)):
+    if not isinstance(compile, (bool, Mapping)) and compile != "step":
         raise ConfigurationError(
-            "compile must be True, False or arguments of torch.compile",
+            'compile must be True, False, "step" or arguments of torch.compile',
             found=repr(compile),
             fix='pass a dict, such as {"mode": "reduce-overhead"}',
         )

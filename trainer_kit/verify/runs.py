@@ -320,7 +320,12 @@ class Runs:
             strategy = SingleDeviceStrategy(device)
         options = configured.options
         if not compiled:
-            options = replace(options, compile_options=None, compile_regional=False)
+            options = replace(
+                options,
+                compile_options=None,
+                compile_regional=False,
+                captures_steps=False,
+            )
         trainer = trial_session(
             configured,
             settings,

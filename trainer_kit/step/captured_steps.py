@@ -1,0 +1,402 @@
+"""``Trainer(compile="step")``: runs the micro-steps of windows as flat graphs of operators.
+
+A kind of batch is captured when it comes for the second time. The step runs as always then; afterwards it is traced,
+and its graph runs once on the same batch: only one that gives the same bits is used from the next batch on. Whatever
+cannot be captured runs as without this, and the reason is printed once.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+
+from trainer_kit.checkpoint.files import same_bits
+from trainer_kit.core.display import plural
+from trainer_kit.core.module import TrainModule
+from trainer_kit.core.seed import restore_rng, rng_state
+from trainer_kit.step.batch_kinds import (
+    CaptureRefused,
+    copy_containers,
+    describe_batch,
+)
+from trainer_kit.step.module_state import ModuleState, find_hook, state_tensors
+from trainer_kit.step.side_effects import remember_effects
+from trainer_kit.step.step_graph import StepGraph, has_layout_of, trace_step
+from trainer_kit.step.torch_private import reads_value
+from trainer_kit.step.window import Window
+from trainer_kit.strategies.signatures import StepMethod
+from trainer_kit.strategies.strategy import Strategy
+
+__all__ = ["CapturedSteps"]
+
+_MOST_GRAPHS: Final = 8
+"""Graphs of one fit: each is traced once, which takes as long as many steps."""
+_MOST_KINDS: Final = 1000
+"""Kinds of batches that are remembered to have come once."""
+
+
+@final
+@dataclass(frozen=True)
+class _Captured:
+    """A graph, and the state of the module that it holds for."""
+
+    graph: StepGraph
+    state: ModuleState
+
+
+@final
+class CapturedSteps:
+    """Takes the place of ``strategy.forward_backward``, and of the backward of windows.
+
+    Args:
+        strategy: one under which forward and backward are the module's alone.
+        module: whose step is captured.
+        step: the module's, with a batch and its index.
+        say: prints a line.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        module: TrainModule,
+        step: StepMethod,
+        say: Callable[[str], None],
+    ) -> None:
+        self._strategy = strategy
+        self._module = module
+        self._step = step
+        self._say = say
+        self._captured: dict[Hashable, list[_Captured]] = {}
+        self._seen: set[Hashable] = set()
+        self._refused: set[Hashable] = set()
+        self._reasons: list[str] = []
+        # Of a replay whose hooks of the backward run next.
+        self._gradients: _Gradients | None = None
+        # Of a step that is captured.
+        self._comparison: _Comparison | None = None
+
+    def __call__(self, window: Window) -> None:
+        """Forward and backward of one window."""
+        for index in range(window.count):
+            window.begin(index)
+            tensors: list[Tensor] = []
+            try:
+                kind = describe_batch(window.batch, tensors)
+            except CaptureRefused as refusal:
+                self._note(str(refusal))
+                _run(window, index)
+            else:
+                for captured in self._captured.get(kind, ()):
+                    if captured.state.is_current():
+                        self._replay(captured.graph, window, index, tensors)
+                        break
+                else:
+                    self._run_new(window, index, kind, tensors)
+            window.end(index)
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Store the gradients of a replay, or compute those of a step that has run."""
+        if self._gradients is not None:
+            self._gradients.add()
+            self._gradients = None
+            return
+        if self._comparison is not None:
+            self._comparison.note_before()
+        loss.backward(**options)  # type: ignore[no-untyped-call]  # torch's
+        if self._comparison is not None:
+            self._comparison.note_after()
+
+    def describe(self) -> str:
+        """What was captured, and why something was not."""
+        captured = list(chain.from_iterable(self._captured.values()))
+        texts = [f"not captured: {reason}" for reason in self._reasons]
+        if captured:
+            sizes = ", ".join(str(each.graph.operators) for each in captured)
+            texts.insert(0, f"{plural(len(captured), 'graph')} ({sizes} operators)")
+        if not texts:
+            return "captured when a kind of batch comes for the second time"
+        return "; ".join(texts)
+
+    def _replay(
+        self,
+        graph: StepGraph,
+        window: Window,
+        index: int,
+        tensors: list[Tensor],
+    ) -> None:
+        """Run a graph in the place of a step."""
+        metrics = window.runner.metrics
+        metrics.hook = "training_step"
+        # Before the graph, which makes new gradients: there is never memory for both.
+        window.start_gradients()
+        factor = graph.unit
+        if window.factors is not None:
+            factor = factor * window.factors[index]
+        loss, gradients, logged, returned = graph.run(*tensors, factor)
+        if graph.logs:
+            graph.record_logs(metrics.log, logged)
+        output = loss
+        if graph.returned is not None:
+            output = graph.output_of(loss, returned)
+        self._gradients = _Gradients(graph.parameters, gradients)
+        window.backward(index, window.weighted(loss, output, index))
+
+    def _run_new(
+        self,
+        window: Window,
+        index: int,
+        kind: Hashable,
+        tensors: list[Tensor],
+    ) -> None:
+        """Run a step that no graph can run, and capture it if its batch is of a kind that comes again."""
+        if kind in self._refused:
+            _run(window, index)
+            return
+        if kind not in self._seen:
+            if len(self._seen) < _MOST_KINDS:
+                self._seen.add(kind)
+            _run(window, index)
+            return
+        captured = self._captured.setdefault(kind, [])
+        if sum(map(len, self._captured.values())) >= _MOST_GRAPHS:
+            self._refuse_further(kind, captured)
+            _run(window, index)
+            return
+        self._capture(window, index, kind, tensors)
+
+    def _refuse_further(self, kind: Hashable, captured: list[_Captured]) -> None:
+        """Capture no more: batches or attributes are of too many kinds."""
+        self._refused.add(kind)
+        reason = (
+            f"there are {_MOST_GRAPHS} graphs already, and batches are of more kinds"
+        )
+        if captured:
+            change = captured[-1].state.find_change()
+            reason = f"{change or 'an attribute of the module'} changes too often"
+        self._note(reason)
+
+    def _note(self, reason: str) -> None:
+        """Say once why something is not captured."""
+        if reason not in self._reasons:
+            self._reasons.append(reason)
+            self._say(f'compile="step": a step runs without a graph: {reason}')
+
+    def _capture(
+        self,
+        window: Window,
+        index: int,
+        kind: Hashable,
+        tensors: list[Tensor],
+    ) -> None:
+        """Run a step, trace it, and keep the graph if that does the same."""
+        module, device = self._module, self._strategy.device
+        batch = copy_containers(window.batch)
+        start = _Moment(module, device)
+        comparison = self._comparison = _Comparison(module)
+        loss = _run(window, index)
+        self._comparison = None
+        outcome = _Moment(module, device)
+        try:
+            if loss is None:
+                raise CaptureRefused("training_step returned no loss")
+            start.restore()
+            state = ModuleState(module)
+            graph = self._trace(window, batch, tensors, loss.detach())
+            _check_unchanged(state, batch, kind)
+            start.restore()
+            _check_equal(graph, window, index, tensors, loss, comparison)
+            outcome.check_reached()
+        except CaptureRefused as refusal:
+            self._refused.add(kind)
+            self._note(str(refusal))
+        else:
+            self._captured[kind].append(_Captured(graph, state))
+        finally:
+            outcome.restore()
+
+    def _trace(
+        self,
+        window: Window,
+        batch: object,
+        tensors: list[Tensor],
+        loss: Tensor,
+    ) -> StepGraph:
+        module = self._module
+        hook = find_hook(module)
+        if hook is not None:
+            raise CaptureRefused(f"each step calls {hook}")
+        if any(type(each) is not nn.Parameter for each in module.parameters()):
+            raise CaptureRefused("a parameter is of a class of its own")
+        try:
+            return trace_step(
+                module,
+                self._step,
+                batch,
+                tensors,
+                torch.ones_like(loss),
+                window.runner.autocast,
+            )
+        except CaptureRefused:
+            raise
+        # Of any class: the step has run before, so what fails is the trace.
+        except Exception as error:
+            raise CaptureRefused(_reason_of(error)) from error
+
+
+def _run(window: Window, index: int) -> Tensor | None:
+    """Forward and backward of a micro-batch that has begun, as every strategy's; returns its loss."""
+    loss: Tensor | None = window.forward(index)
+    if loss is not None:
+        window.backward(index, loss)
+    return loss
+
+
+def _reason_of(error: Exception) -> str:
+    text = str(error).strip().partition("\n")[0]
+    if reads_value(error):
+        return "training_step reads a value out of a tensor (.item(), or an if)"
+    return f"it cannot be traced ({type(error).__name__}: {text})"
+
+
+def _check_unchanged(state: ModuleState, batch: object, kind: Hashable) -> None:
+    """Refuse a step that changes attributes, or the containers of its batch."""
+    change = state.find_change()
+    if change is not None:
+        raise CaptureRefused(f"training_step changes {change}")
+    if describe_batch(batch, []) != kind:
+        raise CaptureRefused("training_step changes its batch")
+
+
+def _check_equal(
+    graph: StepGraph,
+    window: Window,
+    index: int,
+    tensors: list[Tensor],
+    loss: Tensor,
+    comparison: _Comparison,
+) -> None:
+    """Run a graph, and refuse it if loss or gradients differ in any bit from those of the step."""
+    factor, weight = graph.unit, 1.0
+    if window.factors is not None:
+        weight = window.factors[index]
+        factor = factor * weight
+    graph_loss, gradients, _, _ = graph.run(*tensors, factor)
+    if not same_bits(graph_loss * weight, loss.detach()):
+        raise CaptureRefused("the graph of training_step gives another loss")
+    if not comparison.agrees_with(graph.parameters, gradients):
+        raise CaptureRefused("the graph of training_step gives other gradients")
+
+
+@final
+@dataclass(frozen=True)
+class _Gradients:
+    """The gradients of one replay."""
+
+    parameters: list[nn.Parameter]
+    values: list[Tensor]
+
+    def add(self) -> None:
+        """Add them as a backward does."""
+        for parameter, value in zip(self.parameters, self.values, strict=True):
+            if parameter.grad is None:
+                parameter.grad = value
+            else:
+                parameter.grad.add_(value)
+
+
+@final
+class _Comparison:
+    """The gradients before and after the backward of a step that is captured."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parameters = list(module.parameters())
+        self._before: list[Tensor | None] = []
+        self._after: list[Tensor | None] = []
+
+    def note_before(self) -> None:
+        """The backward runs next."""
+        self._before = self._copy_gradients()
+
+    def note_after(self) -> None:
+        """The backward has run; hooks that may change gradients have not."""
+        self._after = self._copy_gradients()
+
+    def agrees_with(
+        self,
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor],
+    ) -> bool:
+        """Whether a backward that gives these gradients leads to what the step's has led to."""
+        added = dict(zip(map(id, parameters), gradients, strict=True))
+        for parameter, before, after in zip(
+            self._parameters, self._before, self._after, strict=True
+        ):
+            gradient = added.get(id(parameter))
+            if gradient is None:
+                gradient = before
+            elif before is not None:
+                gradient = before.add_(gradient)
+            if gradient is None or after is None:
+                if gradient is not after:
+                    return False
+            elif not has_layout_of(gradient, after) or not same_bits(gradient, after):
+                return False
+        return True
+
+    def _copy_gradients(self) -> list[Tensor | None]:
+        copies: list[Tensor | None] = []
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if gradient is not None:
+                gradient = gradient.detach().clone()
+            copies.append(gradient)
+        return copies
+
+
+@final
+class _Moment:
+    """What steps change besides gradients, as it is now: buffers, attributes, random generators.
+
+    Args:
+        module: whose steps they are.
+        device: whose generator they draw from.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._random = rng_state(device)
+        self._generators = _generators(device)
+        self._restore_effects = remember_effects(module)
+        self._tensors = state_tensors(module)
+        self._copies = [tensor.detach().clone() for tensor in self._tensors]
+
+    def restore(self) -> None:
+        """Put everything back."""
+        restore_rng(self._random, self._device)
+        self._restore_effects()
+        for tensor, copy in zip(self._tensors, self._copies, strict=True):
+            # As data: it may be part of a graph of the user's.
+            tensor.data.copy_(copy)
+
+    def check_reached(self) -> None:
+        """Refuse a graph that has not led to this moment."""
+        for tensor, copy in zip(self._tensors, self._copies, strict=True):
+            if not same_bits(tensor.detach(), copy):
+                raise CaptureRefused("the graph of training_step gives other buffers")
+        if _generators(self._device) != self._generators:
+            raise CaptureRefused("the graph of training_step draws other numbers")
+
+
+def _generators(device: torch.device) -> bytes:
+    """The state of all random generators, in a form that can be compared."""
+    state = rng_state(device)
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            state[name] = value.numpy().tobytes()
+    return pickle.dumps(state)
