@@ -98,7 +98,7 @@ def test_looking_only_when_due_misses_nothing():
 def test_a_resumed_run_over_epoch_borders_does_not_repeat_a_validation():
     plan = schedule(validate_every=Duration(20, "ba"), across_epochs=True)
     progress = Progress(epoch=5, batch=52, step=52, epoch_batch=2)
-    plan.mark_checked(progress)
+    plan.mark_validated(progress)
     plan.start_epoch(progress)
     progress.batch, progress.step, progress.epoch_batch = 55, 55, 5
     assert not plan.take_due_validation(progress)

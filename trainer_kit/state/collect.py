@@ -403,7 +403,7 @@ def restore(
 
     fail_together(world, restore_loaders)
     # After the position was converted: intervals that are complete there do not come due again.
-    run.schedule.mark_checked(run.progress)
+    run.schedule.mark_validated(run.progress)
     # A signal may have arrived while the state was read: it counts more than the saved request.
     run.requests.restore_stop(run.requests.stop or state.get("stop"))
     run.stepper.set_waiting(

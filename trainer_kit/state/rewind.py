@@ -35,7 +35,7 @@ class _HeldState:
         tree: the encoded state without its tensors.
         tensors: of the state, by their names in ``tree``.
         undo: undoes the effects of later steps that no checkpoint holds.
-        length: of the epoch, in windows, as far as it was known.
+        window_length: micro-batches per window.
         group_counts: how many parameter groups each optimizer has in this state.
     """
 
@@ -43,7 +43,7 @@ class _HeldState:
     tree: object
     tensors: Mapping[str, Tensor]
     undo: Callable[[], None]
-    length: int
+    window_length: int
     group_counts: list[int]
 
     def state(self) -> State:
@@ -240,7 +240,8 @@ class Guard:
         seconds = progress.seconds
         if requests.checkpoints:
             self._requests.append((progress.step, list(requests.checkpoints)))
-        # They were made in steps that run again, and are made again there.
+        # Callbacks request a stop and a validation again in the steps that run again. Checkpoint callbacks are not
+        # reset, so they do not: `_repeat_requests` requests their checkpoints.
         requests.forget_step()
         metrics_feed = metrics.feed
         metrics.forget()
@@ -248,7 +249,7 @@ class Guard:
         for feed in (run.windows.feed, *run.validation.feeds):
             # Loaders have read ahead of the state that is restored.
             feed.loader_state.reopen()
-        run.windows.set_length(target.length)
+        run.windows.set_length(target.window_length)
         run.windows.window.abandon()
         run.runner.losses.take()
         state = target.state()

@@ -202,7 +202,8 @@ class WindowLoader:
         """Copy batches while the device computes; read no batch beyond the end of the run."""
         if self._budget is not None:
             yield from ahead(islice(items, self._budget))
-        # Reached only where a callback has raised the limit since the epoch began.
+        # The budget is used up before the run is over where a callback has raised the limit or has made windows longer
+        # since the epoch began. Where the data have ended before, nothing is left to yield.
         yield from ahead(items)
 
     # -- one rank ----------------------------------------------------------------------------------------------

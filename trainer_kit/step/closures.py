@@ -33,7 +33,7 @@ __all__ = [
 
 _Loss = TypeVar("_Loss")
 _GRADIENT: Final = attrgetter("grad")
-_FIRST_ORDER: Final = ("torch.", "torchao.", "bitsandbytes.")
+_CALL_CLOSURE_ONCE: Final = ("torch.", "torchao.", "bitsandbytes.")
 """Libraries whose optimizers call an optional closure once, before they change weights."""
 
 
@@ -59,7 +59,7 @@ def calls_once(optimizer: Optimizer) -> bool:
     if "closure" not in arguments and not takes_any_name:
         return True
     module = inspect.unwrap(optimizer.step).__module__
-    return module.startswith(_FIRST_ORDER) and not requires_closure(optimizer)
+    return module.startswith(_CALL_CLOSURE_ONCE) and not requires_closure(optimizer)
 
 
 def _step_arguments(optimizer: Optimizer) -> Mapping[str, inspect.Parameter]:

@@ -45,7 +45,7 @@ def set_optimizer_kernel(
         kernel: ``"fused"``, ``"foreach"``, or ``"auto"``: fused where torch has it for these parameters, else the
             optimizer's own choice.
         strategy: an engine that steps an optimizer of its own has its own kernels.
-        say: prints which kernel was description by ``"auto"``.
+        say: prints which kernel was chosen by ``"auto"``.
 
     Raises:
         ConfigurationError: there is no such kernel for this optimizer or its parameters.

@@ -130,8 +130,8 @@ class Requests:
         self.signal = number
         return True
 
-    def replace_signal(self, number: int) -> None:
-        """Note the signal that ends an entry point where no step is running."""
+    def set_signal(self, number: int) -> None:
+        """Set the number of the signal that ends this entry point, also on a rank that did not get it."""
         self.signal = number
 
     def take_requeue(self) -> bool:
@@ -229,7 +229,7 @@ def terminable(requests: Requests) -> Callable[[BaseException | None], None]:
     def on_signal(number: int, frame: FrameType | None) -> None:
         # A second signal kills.
         signal.signal(number, signal.SIG_DFL)
-        requests.replace_signal(number)
+        requests.set_signal(number)
         raise ended_by(number)
 
     def restore_default_handlers(error: BaseException | None) -> None:

@@ -104,13 +104,22 @@ class Save:
 class Saver:
     """The save in flight and the buffers of a fit.
 
+    ============== ============= ======================================================
+    ``background`` ``in_thread`` a save
+    ============== ============= ======================================================
+    True           True          is written by its own thread while training continues
+    False          True          is written by its own thread while training waits
+    True           False         is written by training's thread, once it must be durable
+    False          False         is written by training's thread at once
+    ============== ============= ======================================================
+
     Args:
-        background: whether training continues while a checkpoint is written.
+        background: whether training continues while a checkpoint is written; it waits for the last one of a run.
 
     Attributes:
         in_thread: whether a thread of its own writes; False: the one that waits for the save.
         save: under way, or None; every rank has it, also while only rank 0 writes.
-        finite: whether the weights that were saved last are; in the background.
+        finite: whether the weights in the checkpoint that was written last are finite; set by the thread that writes.
         buffers: for states, by whether they hold the weights alone.
     """
 

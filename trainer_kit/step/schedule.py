@@ -104,13 +104,14 @@ class Schedule:
         length: the micro-batches of an epoch on this rank.
         max_epochs, max_steps, max_duration: the run ends at the first that is reached; None for none.
         min_epochs, min_steps: a stop request waits until both are reached.
-        validate_every: micro-batches between validations; None for the end of the epoch.
+        validate_every: from one validation to the next, in any unit; None for the end of the epoch.
         across_epochs: whether ``validate_every`` counts on over epochs.
         validate_epochs: every so many epochs.
         validates: whether there is anything to validate on.
         log_every: steps between flushes of logged values.
         agree_every: steps between agreements of several ranks about requests; 0 for one process.
         intervals: the actions of callbacks at their own intervals.
+        intervals_validated: complete intervals of ``validate_every`` that need no validation any more.
     """
 
     length: EpochLength
@@ -126,7 +127,7 @@ class Schedule:
     log_every: int
     agree_every: int
     intervals: list[Interval] = field(default_factory=list, init=False)
-    checked: float = field(default=0, init=False)
+    intervals_validated: int = field(default=0, init=False)
 
     def finished(self, progress: Progress) -> str | None:
         """Why the run is over, by its limits; None while it is not."""
@@ -189,13 +190,13 @@ class Schedule:
         # Also in a run that resumes inside an epoch: what was complete by then has been validated, or the checkpoint
         # says that it is owed.
         if not self.across_epochs:
-            self.mark_checked(progress)
+            self.mark_validated(progress)
         for interval in self.intervals:
             interval.start(progress)
 
-    def mark_checked(self, progress: Progress) -> None:
-        """Count the intervals that are complete at ``progress`` as checked."""
-        self.checked = self._intervals(progress)
+    def mark_validated(self, progress: Progress) -> None:
+        """Count the intervals of validation that are complete at ``progress`` as validated."""
+        self.intervals_validated = self._intervals(progress)
 
     def _validation_counter(self, every: Duration) -> str:
         """The attribute of `Progress` that the interval of validation is counted in."""
@@ -212,10 +213,10 @@ class Schedule:
         return int(position // self.validate_every.value)
 
     def take_due_validation(self, progress: Progress) -> bool:
-        """Whether validation runs at this step; its interval then counts as checked, so the next call is False."""
+        """Whether validation runs at this step; its interval then counts as validated, so the next call is False."""
         if not self.owes_validation(progress):
             return False
-        self.mark_checked(progress)
+        self.mark_validated(progress)
         return True
 
     def owes_validation(self, progress: Progress) -> bool:
@@ -226,7 +227,7 @@ class Schedule:
             or not self._epoch_counts(progress)
         ):
             return False
-        return self._intervals(progress) > self.checked
+        return self._intervals(progress) > self.intervals_validated
 
     def validates_at_epoch_end(self, progress: Progress) -> bool:
         """Whether validation runs when the batches of this epoch are over."""

@@ -380,7 +380,7 @@ class EntryPoint:
         trainer.begin_fit(run, settler)
         self.teardown.cleanup.append(watch_groups(run))
         # Counts that a continued fit takes over are not due again.
-        run.schedule.mark_checked(run.progress)
+        run.schedule.mark_validated(run.progress)
         if start.source is not None:
             state = read_remaining(
                 start.state,

@@ -111,6 +111,6 @@ class LoaderReload:
         validation.replace_loaders(loaders.feeds, loaders.limits, loaders.expected)
         if not (validated and validates):
             # Intervals without a loader are not due when there is one.
-            run.schedule.mark_checked(run.progress)
+            run.schedule.mark_validated(run.progress)
         run.schedule.set_validates(validates)
         trainer.count_batches("val", validation.counts)

@@ -240,7 +240,8 @@ class Settler:
         # Before the check for signals below: a signal that arrives in between sets it to 0, which must not be lost.
         self.due = self._next_due()
         if is_last and not schedule.length.certain:
-            # If the epoch goes on, what was put off until its end is settled there.
+            # If the epoch goes on, what was put off until its end is settled at the next step; of several ranks a stop
+            # and a checkpoint without a path wait for their next agreement.
             self.due = progress.step + 1
         # The save in flight ended after the check above; its thread has woken the loop before `due` was set.
         if run.saver.ended and run.strategy.world.size == 1:
@@ -249,6 +250,8 @@ class Settler:
         is_checked = self._checked_until == progress.step
         if self.guard is not None and is_checked and not is_last and not leaves:
             self.guard.hold(run, self.owes_validation)
+        # Not where a validation has set `agrees`: a signal that its exchange has brought acts at the next look. That is
+        # near, because steps seem slow after a validation.
         if exchanges_signals:
             self._leave_on_signal()
         return leaves
@@ -344,11 +347,11 @@ class Settler:
         """Check the losses since the last check, on all ranks; raise where one is NaN or infinite."""
         run, world = self.run, self.run.strategy.world
         # Steps up to here are equal on every rank, so that all enter the agreement below or none does.
-        step, published = run.progress.step, self._checked_until
-        if step == published:
+        step, checked = run.progress.step, self._checked_until
+        if step == checked:
             return
         # The scaler skips overflowed steps and adapts the scale: too early to judge.
-        if run.precision.scales and step - published < _MAX_OVERFLOWS:
+        if run.precision.scales and step - checked < _MAX_OVERFLOWS:
             return
         self._checked_until = step
         rows = [list(run.runner.losses.take_first_bad() or _ALL_FINITE)]
@@ -371,7 +374,8 @@ class Settler:
             " callbacks=[NaNGuard()] the parameter",
         )
         if self.guard is not None:
-            self.guard.search(run, error, published)
+            # With a guard values are published right after a check (`_flush_step`), so none is later than it.
+            self.guard.search(run, error, published=checked)
         raise error
 
     def check_trained(self, over: bool) -> None:
@@ -465,7 +469,8 @@ class Settler:
             self._owes_validation = True
             raise
         self._publish(reduced)
-        # Validation is not training time.
+        # Validation is not training time. A wait for a checkpoint is: training itself needs it, and it is short where
+        # checkpoints are written in the background.
         self._clock.start()
 
     def _validate_on_request(self) -> None:
@@ -613,7 +618,7 @@ class Settler:
         if not number:
             return
         # On every rank, also on those that got no signal: all of them end with the same exit code.
-        requests.replace_signal(number)
+        requests.set_signal(number)
         name = signal.Signals(number).name
         outcome = "nothing to save"
         if run.checkpoints:
