@@ -7,6 +7,13 @@ from functools import partial
 from typing import Final
 
 import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from trainer_kit.core.arguments import as_list, word_of
 from trainer_kit.core.devices import deterministic_products
@@ -14,8 +21,9 @@ from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import restore_rng, rng_state, seed_everything
+from trainer_kit.core.types import Batch, Loaders
 
-__all__ = ["each_epoch", "generator_kinds", "set_seed", "synchronize"]
+__all__ = ["draw_as_torch", "each_epoch", "generator_kinds", "set_seed", "synchronize"]
 
 _KINDS: Final = ("torch", "cuda", "xla", "generator", "python", "numpy")
 
@@ -43,6 +51,46 @@ def set_seed(
     if deterministic:
         deterministic_products()
         torch.use_deterministic_algorithms(True)
+
+
+def draw_as_torch(loader: Loaders, processes: int, batches_read: int) -> None:
+    """Advance torch's global generator as an iteration over the user's DataLoader would.
+
+    The feed draws with generators of its own. A step that draws too (dropout, noise) gets the numbers of a plain loop.
+
+    Args:
+        loader: the user's; only a DataLoader draws.
+        processes: the number of processes that share the data.
+        batches_read: the batches that earlier iterations have read.
+    """
+    if not isinstance(loader, DataLoader):
+        return
+    keeps_workers = loader.num_workers > 0 and loader.persistent_workers
+    # The iterator draws the seed of its workers; persistent workers have one iterator for all epochs.
+    if loader.generator is None and not (keeps_workers and batches_read):
+        _draw_seed()
+    # On several processes Accelerate and Fabric have samplers with a generator of their own.
+    if processes == 1:
+        _draw_order(loader)
+
+
+def _draw_order(loader: DataLoader[Batch]) -> None:
+    """Draw what torch's samplers draw from the global generator: all of it before the first sample."""
+    batches = loader.batch_sampler
+    sampler: object = loader.sampler
+    if isinstance(batches, BatchSampler):
+        sampler = batches.sampler
+    if getattr(sampler, "generator", None) is not None:
+        return
+    # The exact classes: a subclass may draw anything, at any time.
+    if type(sampler) is RandomSampler:
+        _draw_seed()
+    elif type(sampler) in (SubsetRandomSampler, WeightedRandomSampler):
+        next(iter(sampler), None)
+
+
+def _draw_seed() -> None:
+    torch.empty((), dtype=torch.int64).random_()
 
 
 def generator_kinds(kinds: Iterable[object] | None) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, default_collate
 
 from trainer_kit.accelerator.accumulation import Accumulation
+from trainer_kit.accelerator.generators import draw_as_torch
 from trainer_kit.accelerator.loader_samplers import LoaderBatches, batches_in_order
 from trainer_kit.accelerator.uneven_batches import SizedBatch, Turn, evened, filled
 from trainer_kit.core.collective_errors import on_rank_zero
@@ -304,14 +305,18 @@ class PreparedLoader:
         """Return the epoch of the next iteration and its first batch, and synchronize generators before a new epoch."""
         epoch = self.iteration
         start = 0
-        if self._resume is not None:
-            epoch, start = self._resume
+        resumed = self._resume
+        if resumed is not None:
+            epoch, start = resumed
             self._resume = None
         if begin is not None:
             start = begin
         # A resumed epoch continues with each process's own states: copying those of the main process would change it.
         if self._before_epoch is not None and not start:
             self._before_epoch()
+        # The states of a resumed epoch are those after this draw.
+        if resumed is None:
+            draw_as_torch(self.dataloader, self.group.size, self.batches_read)
         return epoch, start
 
     @property
