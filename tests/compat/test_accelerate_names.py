@@ -244,6 +244,35 @@ def test_the_environment_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ACCELERATE_ONE" not in os.environ
 
 
+def test_loading_by_one_process_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of Accelerate 1.15, which transformers reads."""
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "False")
+    utilities.enable_fsdp_ram_efficient_loading()
+    assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "True"
+    # A user's own value stays.
+    assert os.environ["ACCELERATE_USE_FSDP"] == "False"
+    del os.environ["ACCELERATE_USE_FSDP"]
+    utilities.enable_fsdp_ram_efficient_loading()
+    assert os.environ["ACCELERATE_USE_FSDP"] == "True"
+    utilities.disable_fsdp_ram_efficient_loading()
+    assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "False"
+    assert os.environ["ACCELERATE_USE_FSDP"] == "True"
+
+
+def test_a_variable_that_a_shell_would_interpret_is_left_out_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="is left out") as told:
+        lines = utilities.convert_dict_to_env_variables(
+            {"A": "1", "BAD": "x; y", "EMPTY": "", "B": "2"}
+        )
+    assert lines == ["A=1\n", "B=2\n"]
+    assert [str(warning.message) for warning in told] == [
+        f"the environment variable '{name}' is left out: its name or value is empty, or has a space, a newline or one"
+        " of ; < >"
+        for name in ("BAD", "EMPTY")
+    ]
+
+
 def test_probes_report_installed_packages() -> None:
     assert probes.is_tensorboard_available()
     assert probes.is_tqdm_available()

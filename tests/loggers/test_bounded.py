@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -314,6 +316,62 @@ def test_a_logger_that_blocks_keeps_no_loop_of_fabric_from_going_on(
     assert (blocked.values, other.values) == ([], [0, 1, 2])
     printed = capsys.readouterr().out
     assert printed.count("Blocked: log_metrics has not returned for") == 1
+
+
+class InDatabase:
+    """A connection of SQLite belongs to the thread that opened it."""
+
+    def __init__(self) -> None:
+        self.connection: sqlite3.Connection | None = None
+        self.threads: set[threading.Thread] = set()
+        self.rows: list[tuple[int, float]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.threads.add(threading.current_thread())
+        if self.connection is None:
+            self.connection = sqlite3.connect(":memory:")
+            self.connection.execute("create table logs (step int, loss real)")
+        row = (step, metrics["loss"])
+        self.connection.execute("insert into logs values (?, ?)", row)
+        self.rows = self.connection.execute("select * from logs").fetchall()
+        if step == 2:
+            self.connection.close()
+
+
+def test_fabric_calls_a_logger_on_one_thread_which_ends_with_it() -> None:
+    first, second = InDatabase(), InDatabase()
+    fabric = Fabric(accelerator="cpu", loggers=[first, second])
+    for step in range(3):
+        fabric.log("loss", 0.5, step=step)
+    assert first.rows == second.rows == [(0, 0.5), (1, 0.5), (2, 0.5)]
+    (first_thread,) = first.threads
+    (second_thread,) = second.threads
+    assert first_thread is not second_thread
+    fabric.loggers.remove(first)
+    del first
+    gc.collect()
+    first_thread.join(60)
+    assert not first_thread.is_alive()
+    assert second_thread.is_alive()
+    del fabric
+    gc.collect()
+    second_thread.join(60)
+    assert not second_thread.is_alive()
+
+
+def test_the_error_of_a_logger_is_raised_by_fabric_and_the_next_call_is_made() -> None:
+    class FailsOnce(Blocks):
+        def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+            super().log_metrics(metrics, step)
+            if step == 0:
+                raise ValueError("no such run")
+
+    logger = FailsOnce("", threading.Event())
+    fabric = Fabric(accelerator="cpu", loggers=logger)
+    with pytest.raises(ValueError, match="no such run"):
+        fabric.log("loss", 0.5, step=0)
+    fabric.log("loss", 0.5, step=1)
+    assert logger.values == [0, 1]
 
 
 def test_a_tracker_that_blocks_at_the_end_of_the_process_does_not_keep_it(

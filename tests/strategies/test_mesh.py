@@ -22,6 +22,7 @@ from trainer_kit.strategies.state import step_by_kind
 from trainer_kit.strategies.transforms.blocks import ActivationCheckpointing
 from trainer_kit.strategies.transforms.context import ContextParallel
 from trainer_kit.strategies.transforms.tensor import TensorParallel
+from trainer_kit.testing import TinyModule
 
 
 class Axis:
@@ -107,6 +108,37 @@ def test_alone_a_mesh_is_a_device() -> None:
             devices=1, accelerator="cpu", strategy=strategy, barebones=True
         )
         assert trainer.strategy.name == "single_device"
+
+
+class CountsCalls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.calls = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.linear(inputs).relu()
+
+
+class Stacked(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(CountsCalls(), CountsCalls())
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.blocks(batch).sum()
+
+
+@pytest.mark.world_size(1, process_group=False)
+def test_alone_a_mesh_recomputes_activations() -> None:
+    module = Stacked()
+    strategy = MeshStrategy(dp_shard=1, activation_checkpointing_policy=True)
+    trainer = tk.Trainer(
+        max_steps=1, devices=1, accelerator="cpu", strategy=strategy, barebones=True
+    )
+    trainer.fit(module, [torch.randn(2, 32)])
+    assert [block.calls for block in module.blocks] == [2, 2]
 
 
 def test_plans_that_do_not_fit_the_module() -> None:

@@ -143,7 +143,7 @@ class Fabric:
         self._num_nodes = num_nodes
         self.callbacks = as_list(callbacks)
         self.loggers = as_list(loggers)
-        self._calls = BoundedCalls(print)
+        self._calls = BoundedCalls(print, one_thread=True)
         environment = Environment.detect()
         count = _device_count(devices)
         if count is None:

@@ -693,18 +693,25 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    """Format variables as lines ``KEY=value``, without those that a shell would interpret.
+    """Format variables as lines ``KEY=value``, and warn of each that is left out: a shell would interpret it.
 
     Example:
-        >>> convert_dict_to_env_variables({"A": "1", "B": "x; y"})
-        ['A=1\\n']
+        >>> convert_dict_to_env_variables({"A": "1", "B": "2"})
+        ['A=1\\n', 'B=2\\n']
     """
-    # The lines are written into a shell's environment file, where these characters would end or redirect a command.
-    return [
-        f"{key}={value}\n"
-        for key, value in current_env.items()
-        if key and value and not set(";\n<> ") & set(key + value)
-    ]
+    lines = []
+    for key, value in current_env.items():
+        # The lines are written into a shell's environment file, where these characters would end or redirect a command.
+        is_safe = not set(";\n<> ") & set(key + value)
+        if key and value and is_safe:
+            lines.append(f"{key}={value}\n")
+            continue
+        warnings.warn(
+            f"the environment variable {key!r} is left out: its name or value is empty, or has a space, a newline or"
+            " one of ; < >",
+            stacklevel=2,
+        )
+    return lines
 
 
 @contextmanager
@@ -744,7 +751,11 @@ def _read_accelerate_variables() -> dict[str, str]:
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Tell transformers that only the main process reads the weights of a model; the others get them by `prepare`."""
+    """Tell transformers that only the main process reads the weights of a model; the others get them by `prepare`.
+
+    Sets ``ACCELERATE_USE_FSDP`` too, unless it is set: transformers reads both.
+    """
+    os.environ.setdefault("ACCELERATE_USE_FSDP", "True")
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextvars
+import queue
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
@@ -27,15 +29,49 @@ _Answer = TypeVar("_Answer")
 
 
 @final
+class _LoggerThread:
+    """A daemon thread that makes all calls of one logger; it ends when this object or the process does.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._calls = calls
+        # The thread must not refer to this object, which would then never be collected.
+        self.thread = threading.Thread(
+            target=_make_calls, args=(calls,), name=name, daemon=True
+        )
+        self.thread.start()
+        weakref.finalize(self, calls.put, None)
+
+    def start(self, call: Callable[[], object]) -> threading.Thread:
+        """Make a call after the earlier ones, and return the thread without waiting."""
+        self._calls.put(call)
+        return self.thread
+
+
+def _make_calls(calls: queue.SimpleQueue[Callable[[], object] | None]) -> None:
+    call = calls.get()
+    while call is not None:
+        call()
+        # The logger may be collected while this thread waits for the next call.
+        del call
+        call = calls.get()
+
+
+@final
 class BoundedCalls:
     """Calls of loggers that the training thread waits for: a logger that blocks is left out after 10 seconds.
 
-    Each call runs on a thread of its own, and its error is raised in the caller. While a call has not returned, the
-    same logger is not called again.
+    The error of a call is raised in the caller. While a call has not returned, the same logger is not called again.
 
     Args:
         say: prints a line about a logger that blocks.
         label: returns a logger's name for messages; by default its class name.
+        one_thread: all calls of a logger run on the same thread, as loggers need that keep a connection or another
+            state of a thread; it ends when the logger, or this object, is collected. False: each call has its own.
 
     Example:
         >>> calls = BoundedCalls(print)
@@ -47,15 +83,19 @@ class BoundedCalls:
         self,
         say: Callable[[str], None],
         label: Callable[[object], str] | None = None,
+        one_thread: bool = False,
     ) -> None:
         self._say = say
         self._label = label or _class_name
-        # The threads of calls that have not returned, by the logger's identity.
-        self._blocked: dict[int, threading.Thread] = {}
+        self._one_thread = one_thread
+        # By the logger's identity: when its last call returns, if that was not in time.
+        self._blocked: dict[int, threading.Event] = {}
+        # By the logger's identity, with a reference that removes the entry when the logger is collected.
+        self._threads: dict[int, tuple[_LoggerThread, object]] = {}
 
     def __getstate__(self) -> dict[str, object]:
         """A copy in another process has no threads."""
-        return {**self.__dict__, "_blocked": {}}
+        return {**self.__dict__, "_blocked": {}, "_threads": {}}
 
     def states(self, loggers: Iterable[object]) -> list[dict[str, Any]]:
         """Which of its runs each logger writes: its ``state_dict``, or an empty one."""
@@ -141,49 +181,73 @@ class BoundedCalls:
             may_compute: whether to wait longer, as long as the call uses CPU time.
         """
         blocked = self._blocked.get(id(logger))
-        if blocked is not None and blocked.is_alive():
+        if blocked is not None and not blocked.is_set():
             return default
         answers: list[_Answer] = []
         errors: list[BaseException] = []
+        returned = threading.Event()
 
         def run() -> None:
             try:
                 answers.append(function())
             except BaseException as error:
                 errors.append(error)
+            finally:
+                returned.set()
 
         label = self._label(logger)
         # The module that runs, for example, is a variable of the context.
         context = contextvars.copy_context()
-        thread = threading.Thread(
-            target=context.run, args=(run,), name=f"{label}.{name}", daemon=True
-        )
-        thread.start()
-        thread.join(_PATIENCE)
+        thread = self._start(logger, f"{label}.{name}", partial(context.run, run))
+        returned.wait(_PATIENCE)
         if may_compute:
-            _wait_while_computing(thread)
+            _wait_while_computing(thread, returned)
         if errors:
             raise errors[0]
         if answers:
             return answers[0]
-        self._blocked[id(logger)] = thread
+        self._blocked[id(logger)] = returned
         with suppress(Exception):  # a closed standard output
             self._say(
                 f"{label}: {name} has not returned for {_PATIENCE:.0f} s; the run goes on without it"
             )
         return default
 
+    def _start(
+        self, logger: object, name: str, call: Callable[[], object]
+    ) -> threading.Thread:
+        """Start a call of a logger, and return the thread that makes it."""
+        if not self._one_thread:
+            thread = threading.Thread(target=call, name=name, daemon=True)
+            thread.start()
+            return thread
+        key = id(logger)
+        # A fork has no threads of its parent.
+        if key not in self._threads or not self._threads[key][0].thread.is_alive():
+            self._threads[key] = (_LoggerThread(name), self._reference(logger))
+        return self._threads[key][0].start(call)
+
+    def _reference(self, logger: object) -> object:
+        """Return what removes the thread of a logger when that is collected."""
+        threads = self._threads
+        key = id(logger)
+        try:
+            return weakref.ref(logger, lambda _: threads.pop(key, None))
+        except TypeError:
+            # A class with slots. Its object is kept, so that no other one gets its identity.
+            return logger
+
 
 def _class_name(logger: object) -> str:
     return type(logger).__name__
 
 
-def _wait_while_computing(thread: threading.Thread) -> None:
+def _wait_while_computing(thread: threading.Thread, returned: threading.Event) -> None:
     last = 0.0
     seconds = cpu_seconds(thread)
-    while thread.is_alive() and seconds - last > WORKING * _PATIENCE:
+    while not returned.is_set() and seconds - last > WORKING * _PATIENCE:
         last = seconds
-        thread.join(_PATIENCE)
+        returned.wait(_PATIENCE)
         seconds = cpu_seconds(thread)
 
 

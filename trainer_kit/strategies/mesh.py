@@ -149,6 +149,8 @@ class MeshStrategy(Strategy):
         self.plan = plan
         activation_checkpointing_policy = read_again(activation_checkpointing_policy)
         self._checkpointing_policy = activation_checkpointing_policy
+        # One device recomputes activations for this strategy only.
+        self.needs_processes = activation_checkpointing_policy is False
         # Several strategies are made with them.
         self._fsdp = {name: read_again(value) for name, value in (fsdp or {}).items()}
         self.fsdp_options: dict[str, Any] = {
@@ -189,7 +191,9 @@ class MeshStrategy(Strategy):
         """
         # Each entry point of a Trainer starts the strategy.
         was_started = self.started
-        self.world: ProcessGroup = join_world(self.device, self.backend, self.timeout)
+        self.world: ProcessGroup = join_world(
+            self.device, self.backend, self.timeout, alone=not self.needs_processes
+        )
         if was_started:
             return
         sizes = self.places(self.world.size)
