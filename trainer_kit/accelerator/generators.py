@@ -77,7 +77,7 @@ def draw_as_torch(loader: Loaders, processes: int, batches_read: int) -> None:
 def _draw_order(loader: DataLoader[Batch]) -> None:
     """Draw what torch's samplers draw from the global generator: all of it before the first sample."""
     batches = loader.batch_sampler
-    sampler: object = loader.sampler
+    sampler: Iterable[object] = loader.sampler
     if isinstance(batches, BatchSampler):
         sampler = batches.sampler
     if getattr(sampler, "generator", None) is not None:
