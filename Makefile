@@ -100,7 +100,7 @@ test-trackers: .venv-trackers/.stamp
 
 test-lightning: export LIGHTNING_FILES = $(CURDIR)/.venv-lightning
 test-lightning: .venv-lightning/.stamp
-	$(BIN)/python -m pytest tests/compat/test_lightning_files.py -rs
+	$(BIN)/python -m pytest tests/compat/test_lightning_files.py tests/compat/test_fabric_examples.py -rs
 
 # Pylance is pyright inside an editor.
 .venv-editors/.stamp:
