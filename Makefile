@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -c constraints.txt
 
-.PHONY: help demo pictures test test-all test-quick test-slurm test-trackers test-lightning test-editors test-xla test-pythons test-oldest test-nightly soak check bench docs site \
+.PHONY: help demo pictures test test-all test-quick test-slurm test-trackers test-data test-lightning test-editors test-xla test-pythons test-oldest test-nightly soak check bench docs site \
   site-material vendor clean
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make test-all    every test that runs on one machine"
 	@echo "make test-slurm  the tests that need a SLURM: starts one of two virtual nodes here (root, Debian), and ends it"
 	@echo "make test-trackers  the tests of experiment trackers with the real packages, in an environment over .venv (0.5 GB)"
+	@echo "make test-data      the tests of data libraries (litdata, WebDataset, …) with the real packages, in the same way"
 	@echo "make test-lightning  Lightning's own demo files after trainer-kit migrate, beside Lightning itself (its wheel, 1 MB)"
 	@echo "make test-editors  what mypy, pyright and Pylance say of a user's program; installs pyright (npm, 20 MB)"
 	@echo "make test-xla    the tests of torch_xla, on its CPU device, in an environment of its own (2.3 GB)"
@@ -51,13 +52,13 @@ endef
 	@touch .venv/.demo $@
 
 # One thread a process: the tests start several at once, and sums come out the same everywhere.
-test test-all test-quick test-slurm test-trackers test-xla soak check bench: export OMP_NUM_THREADS = 1
+test test-all test-quick test-slurm test-trackers test-data test-xla soak check bench: export OMP_NUM_THREADS = 1
 # Compiled once: tests start hundreds of processes that import this package.
 test test-all test-quick soak: export PYTHONDONTWRITEBYTECODE =
 # Tests wait for thousands of small files to be durable: in memory, where 4 GB are free, that takes no time.
 ROOM := $(shell df --output=avail /dev/shm 2>/dev/null | tail -n 1)
 ifeq ($(shell test -w /dev/shm && test "$(ROOM)" -gt 4000000 && echo yes),yes)
-test test-all test-quick test-trackers: export PYTEST_DEBUG_TEMPROOT = /dev/shm
+test test-all test-quick test-trackers test-data: export PYTEST_DEBUG_TEMPROOT = /dev/shm
 endif
 
 demo: .venv/.demo
@@ -92,6 +93,19 @@ TRACKERS := .venv-trackers/bin/python
 # ClearML is in .venv, so it runs here and in make test-all.
 test-trackers: .venv-trackers/.stamp
 	$(TRACKERS) -m pytest tests/loggers/test_trackers.py -rs
+
+# Libraries of data sets and loaders ask for other versions too, and one of them for a torchvision that it hardly needs.
+LIBRARIES := .venv-data/bin/python
+.venv-data/.stamp: .venv/.stamp tests/data/libraries.txt
+	@echo "making .venv-data (a few minutes the first time)"
+	test -x $(LIBRARIES) || $(BIN)/python -m venv --without-pip .venv-data
+	for site in .venv-data/lib/python3*/site-packages; do \
+	  printf '%s\n' "$(CURDIR)" "$(CURDIR)"/.venv/lib/python3*/site-packages > $$site/shared.pth; done
+	$(LIBRARIES) -m pip install --no-deps -r tests/data/libraries.txt
+	@touch $@
+
+test-data: .venv-data/.stamp
+	$(LIBRARIES) -m pytest tests/data/test_libraries.py -rs
 
 # Lightning and torchmetrics ask for more than constraints.txt has: their files alone, in a directory of their own.
 .venv-lightning/.stamp: .venv/.stamp

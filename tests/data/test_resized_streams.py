@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.data import EMPTY, Feed, shuffle
+from trainer_kit.testing import check_loader
 
 # Found again when torchdata's loader starts.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -90,3 +94,41 @@ def test_batches_of_the_same_size_from_several_workers() -> None:
     order = read(feeds(1, 8, workers=2)[0])
     assert sorted(order) == list(range(60))
     assert resume((1, 8), 2, (1, 8), workers=2) == order[16:]
+
+
+class ByEnvironment:
+    """Divides its data by the launcher's variables: no attribute tells."""
+
+    def __iter__(self) -> Iterator[Any]:
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        for index in range(int(os.environ.get("RANK", "0")), 12, ranks):
+            yield torch.tensor([index])
+
+
+class StatefulByEnvironment(ByEnvironment):
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in islice(super().__iter__(), self.position, None):
+            self.position += 1
+            yield batch
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+@pytest.mark.parametrize("kind", [ByEnvironment, StatefulByEnvironment])
+def test_a_loader_that_divides_itself_does_not_continue_from_one_rank(
+    kind: Any,
+) -> None:
+    """One rank had recorded that it does not divide itself: two ranks read half of the rest."""
+    report = check_loader(lambda workers: kind(), workers=[0])
+    report.raise_if_failed()
+    (change,) = (check for check in report.checks if check.name == "other ranks")
+    assert change.status == "refused"
+    assert "its position is known only for their number" in change.text

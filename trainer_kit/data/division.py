@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from trainer_kit.core.display import plural
-from trainer_kit.core.errors import DataError
+from trainer_kit.core.errors import CheckpointError, DataError
 from trainer_kit.core.types import Batch
 
 __all__ = [
     "Division",
     "check_division",
     "divide_by_itself",
+    "divided_for_other_ranks",
     "fingerprint",
     "loader_parts",
     "worker_parts",
@@ -182,6 +183,16 @@ def check_division(division: Division, rank: int, size: int) -> None:
             found=f"{plural(division.ranks, 'rank')}, rank {division.rank} on data rank {rank} of {size}",
             fix="let it shard the data over the data ranks, or pass use_distributed_sampler=False to leave it alone",
         )
+
+
+def divided_for_other_ranks() -> CheckpointError:
+    """Return the error for a position in data that a loader divides among another number of ranks."""
+    return CheckpointError(
+        "loaders",
+        None,
+        "the loader divides the data among the ranks itself, and its position is known only for their number",
+        fix="resume with the same number of ranks, or from the end of an epoch",
+    )
 
 
 def fingerprint(batch: Batch) -> int:

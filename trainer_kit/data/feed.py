@@ -27,6 +27,7 @@ from trainer_kit.core.types import (
     StateDict,
 )
 from trainer_kit.data.combined import CombinedLoader, CombinedSource, read_together
+from trainer_kit.data.division import divided_for_other_ranks
 from trainer_kit.data.list_source import ListSource
 from trainer_kit.data.order import EMPTY, MISSING, SampleIndex
 from trainer_kit.data.sizes import SizedBatch
@@ -244,8 +245,10 @@ class LoaderState:
         """
         last = ranks[-1]
         if last is not None and list(last["kind"]) == self._kind:
-            # Older checkpoints have no such entry: every stream was divided by this library.
-            self._source.restore_division(last.get("alone", False))
+            # One rank reads everything, so that it does not know whether the loader would divide the data.
+            if len(ranks) > 1:
+                # Older checkpoints have no such entry: every stream was divided by this library.
+                self._source.restore_division(last.get("alone", False))
         same_ranks = len(ranks) == self._size
         if same_ranks and not (self._source.shared and self._is_resized(last)):
             saved = ranks[rank]
@@ -274,15 +277,11 @@ class LoaderState:
 
     def _resharded(self, last: SavedState | None, ranks: int) -> StateDict | None:
         """Return the state for another number of ranks: that of the last rank, which has read the furthest."""
-        if last is not None and last.get("alone") is True and last["batch"]:
-            raise CheckpointError(
-                "loaders",
-                None,
-                "the loader divides the data among the ranks itself, and its position is known only for their number",
-                fix="resume with the same number of ranks, or from the end of an epoch",
-            )
         if last is None:
             return None
+        divides_itself = last.get("alone") is True or self._source.divides_itself
+        if divides_itself is True and last["batch"]:
+            raise divided_for_other_ranks()
         saved = dict(last)
         if not self._source.stateful:
             return saved

@@ -27,6 +27,7 @@ from trainer_kit.core.types import Batch, JsonObject
 from trainer_kit.data.division import (
     check_division,
     divide_by_itself,
+    divided_for_other_ranks,
     fingerprint,
     loader_parts,
     worker_parts,
@@ -598,9 +599,12 @@ class StreamSource(Source):
             iterator = self._seeded(seed)
         else:
             iterator = iter(self.loader)
-        # A resumed stream is in the middle of an epoch, and the checkpoint tells how it is divided.
-        if self._divides_itself is None and not resumes:
+        # Also in the middle of an epoch, if the checkpoint of one rank does not tell how it is divided.
+        if self._divides_itself is None:
             iterator = self._compare(iterator)
+            # Saved by one rank: where other ranks had known, so would the checkpoint.
+            if self._divides_itself and start:
+                raise divided_for_other_ranks()
         # An iterator that has ended yields nothing more: an error instead of an empty epoch.
         if self.once and self.begun:
             iterator = chain(self._first(iterator), iterator)

@@ -315,6 +315,9 @@ class RankReader:
         """Return the state of the user's object, which the feed asks once after each batch."""
         loader = self.feed.loader
         if isinstance(loader, DataLoader):
+            # A loader with a state of its own is read as a copy, and may ask its dataset in another way.
+            if has_state(loader):
+                return None
             # The states of copies in workers cannot be asked for from here.
             if loader.num_workers:
                 return None
