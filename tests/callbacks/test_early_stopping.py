@@ -6,7 +6,7 @@ import torch
 
 from tests.callbacks.fits import BATCH, Scripted, each, fit, trainer
 from trainer_kit import Callback, Trainer
-from trainer_kit.callbacks import EarlyStopping
+from trainer_kit.callbacks import EarlyStopping, ModelCheckpoint
 from trainer_kit.callbacks.early_stopping import EarlyStoppingReason
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.testing import TinyModule
@@ -196,6 +196,41 @@ def test_not_in_the_sanity_check_nor_in_validate_nor_in_a_fast_run():
             float("inf"),
             [],
         )
+
+
+@pytest.mark.parametrize("kind", [EarlyStopping, ModelCheckpoint])
+def test_a_misspelled_value_is_named_before_the_first_step(kind, capsys, tmp_path):
+    """The error came at the end of the first epoch, which may take hours."""
+
+    class Module(TinyModule):
+        def on_train_start(self):
+            print("first step")
+
+    line = (
+        f"{kind.__name__} monitors 'val_los', and the sanity check's validation logged"
+    )
+    trainer = Trainer(
+        max_epochs=1,
+        callbacks=kind(monitor="val_los"),
+        logger=False,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+    )
+    with pytest.raises(ConfigurationError, match="monitors 'val_los'"):
+        trainer.fit(Module(), [BATCH], [BATCH])
+    before, _, after = capsys.readouterr().out.partition("first step")
+    assert f"{line} val_loss" in before
+    assert line not in after
+    # A value that validation logs, and one that may come from training, need no line.
+    for name in ("val_loss", "train_loss"):
+        Trainer(
+            max_epochs=1,
+            callbacks=kind(monitor=name),
+            logger=False,
+            enable_progress_bar=False,
+            default_root_dir=tmp_path,
+        ).fit(TinyModule(), [BATCH], [BATCH])
+    assert "sanity check's" not in capsys.readouterr().out
 
 
 def test_a_value_that_is_never_logged():

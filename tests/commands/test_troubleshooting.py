@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 from click.testing import CliRunner
 
 from trainer_kit.commands.main import main
 from trainer_kit.commands.troubleshooting import find_section
 from trainer_kit.core import errors
+from trainer_kit.core.collective_errors import shared_error
 
 NAMES = [
     name
@@ -35,6 +38,27 @@ def test_explain_prints_the_section() -> None:
         assert "](" not in done.output
     done = CliRunner().invoke(main, ["explain", "OutOfMemoryError"])
     assert done.output.startswith("CUDA out of memory\n")
+
+
+def test_explain_takes_the_class_as_a_traceback_prints_it() -> None:
+    section = find_section("trainer_kit.core.errors.NonFiniteError")
+    assert section == find_section("NonFiniteError")
+    assert find_section("torch.OutOfMemoryError") == find_section("OutOfMemoryError")
+
+
+def test_explain_describes_an_error_that_has_no_section() -> None:
+    for word in ("DataError", "trainer_kit.core.errors.DataError"):
+        done = CliRunner().invoke(main, ["explain", word])
+        assert done.output.startswith("DataError\n\nLoaders, samplers and batch sizes")
+
+
+def test_only_ranks_that_disagree_name_the_section_about_them() -> None:
+    assert "#ranks-disagree" in str(errors.RankError("different calls"))
+    failed = shared_error(KeyError("x"), 1)
+    again = pickle.loads(pickle.dumps(failed))
+    for error in (failed, again):
+        assert "see:" not in str(error)
+        assert error.see is None
 
 
 def test_a_script_is_still_a_script() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
-from trainer_kit import loggers, strategies
+from trainer_kit import callbacks, data, loggers, precision, strategies
 from trainer_kit.accelerator.engine_plugins import describe_engine
 from trainer_kit.core.arguments import typed_arguments
 from trainer_kit.core.errors import ConfigurationError
@@ -77,6 +77,73 @@ def test_a_mapping_of_any_values_is_compared_too() -> None:
     assert list(taken.values) == ["a"]
     with pytest.raises(ConfigurationError, match=r"Options\(values=\) has the wrong"):
         options(taken, [1])
+
+
+MISSPELLED: list[tuple[Any, dict[str, Any], str]] = [
+    (
+        callbacks.EarlyStopping,
+        {"monitor": "loss", "patiance": 3},
+        "EarlyStopping.__init__() got an unexpected keyword argument 'patiance': did you mean 'patience'?",
+    ),
+    (callbacks.ModelCheckpoint, {"save_topk": 3}, "did you mean 'save_top_k'?"),
+    (loggers.CSVLogger, {"save_dirs": "."}, "did you mean 'save_dir'?"),
+    (strategies.DDPStrategy, {"find_unused": True}, "'find_unused_parameters'?"),
+    (precision.MixedPrecision, {"scalr": None}, "did you mean 'scaler'?"),
+    (data.shuffle, {"stream": [1], "sed": 3}, "did you mean 'seed'?"),
+    (data.mix, {"sources": {}, "weight": {}}, "did you mean 'weights'?"),
+    (data.token_budget, {"dataset": [], "tokns": 8}, "did you mean 'tokens'?"),
+    (
+        data.pack,
+        {"stream": [[1]], "max_length": 8},
+        "use one of: ids, ignore, key, method, open_rows, pad, shift, stream, tokens",
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "fix"), MISSPELLED)
+def test_a_misspelled_argument_is_answered_with_the_nearest_name(
+    function: Any, arguments: dict[str, Any], fix: str
+) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument") as raised:
+        function(**arguments)
+    assert str(raised.value).endswith(fix)
+
+
+def test_the_error_for_a_missing_argument_is_python_s() -> None:
+    with pytest.raises(TypeError, match=r"missing 1 required .* 'monitor'"):
+        callbacks.EarlyStopping()  # type: ignore[call-arg]
+
+    class Options:
+        def __init__(self, size: int, **others: object) -> None:
+            self.others = others
+
+    options: Any = typed_arguments(Options, Options.__init__)
+    with pytest.raises(TypeError, match=r"missing 1 required .* 'size'"):
+        options(object.__new__(Options), sizes=3)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: data.mix([[1], [2]]),  # type: ignore[arg-type]
+            r"mix\(sources=\) .*\n  found: sources=\[\[1\], \[2\]\]\n  fix:   sources takes a dict, ",
+        ),
+        (
+            lambda: data.mix({"a": [1]}, [1]),  # type: ignore[arg-type]
+            r"mix\(weights=\) has the wrong type",
+        ),
+        (
+            lambda: data.pack([[1]], "8"),  # type: ignore[arg-type]
+            r"pack\(tokens=\) has the wrong type\n  found: tokens='8'\n  fix:   tokens takes int",
+        ),
+    ],
+)
+def test_functions_of_data_check_the_types_of_their_arguments(
+    call: Callable[[], object], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        call()
 
 
 def test_layers_of_an_iterator_are_read_once() -> None:

@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -242,6 +243,12 @@ def test_an_export_runs_in_evaluation_mode_and_leaves_the_modes(monkeypatch):
     assert torch.equal(seen[0][1][0], net.example_input_array)
     assert seen[0][2] == {"opset_version": 18}
     assert (net.training, net.dropout.training) == (True, False)
+
+
+@pytest.mark.skipif(bool(find_spec("onnxscript")), reason="the package is installed")
+def test_an_export_without_its_packages_says_what_to_install():
+    with pytest.raises(ConfigurationError, match="pip install onnx onnxscript"):
+        Net().to_onnx("net.onnx", torch.zeros(1, 2))
 
 
 def test_extra_state_comes_with_the_weights(tmp_path):

@@ -27,6 +27,7 @@ from tests.parity.plain import (
 )
 from trainer_kit.core.errors import NonFiniteError
 from trainer_kit.data import Feed
+from trainer_kit.testing import TinyModule
 
 QUIET = {
     "barebones": False,
@@ -275,3 +276,17 @@ def test_a_dict_with_a_loss_counts_as_one() -> None:
     train(Dict(mine), batches, callbacks=[Look()])
     assert_same(mine, net)
     assert seen == [(6, False), (6, False), (2, False)]
+
+
+def test_the_message_has_the_first_samples_of_a_large_batch() -> None:
+    class Diverges(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) * float("nan")
+
+    data = torch.randn(64, 32)
+    trainer = tk.Trainer(max_epochs=1, barebones=True)
+    with pytest.raises(
+        NonFiniteError,
+        match=r"\(samples 0, 1, 2, 3, 4, 5, 6, 7 and 56 more of the dataset\)",
+    ):
+        trainer.fit(Diverges(), DataLoader(data, batch_size=64))  # type: ignore[arg-type]

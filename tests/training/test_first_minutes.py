@@ -53,6 +53,48 @@ def test_a_method_of_another_trainer_is_refused_with_its_replacement(name):
     assert TRAINER_METHODS[name] in str(error.value)
 
 
+def test_weights_of_other_shapes_have_a_note_with_the_usual_cause(tmp_path):
+    module = TinyModule()
+    fitted = tk.Trainer(
+        max_epochs=1, logger=False, default_root_dir=tmp_path, enable_progress_bar=False
+    )
+    fitted.fit(module, BATCHES)
+    path = fitted.checkpoint_callback.best_model_path
+
+    class Other(TinyModule):
+        def __init__(self, width=3):
+            super().__init__()
+            self.layer = nn.Linear(32, width)
+
+    loads = [
+        lambda: Other.load_from_checkpoint(path),
+        lambda: trainer(max_epochs=2).fit(Other(), BATCHES, ckpt_path=path),
+        lambda: trainer().validate(Other(), BATCHES, ckpt_path=path),
+    ]
+    for load in loads:
+        with pytest.raises(
+            RuntimeError, match=r"layer.weight: .*\[2, 32\].*\[3, 32\]"
+        ) as error:
+            load()
+        (note,) = error.value.__notes__
+        assert (
+            "use the saved arguments, as Module.load_from_checkpoint(path) does" in note
+        )
+
+
+def test_load_from_checkpoint_of_a_directory_of_checkpoints_names_them(tmp_path):
+    keeper = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1, save_top_k=-1)
+    tk.Trainer(
+        max_epochs=1, logger=False, callbacks=keeper, enable_progress_bar=False
+    ).fit(TinyModule(), BATCHES)
+    with pytest.raises(CheckpointError, match="a directory of checkpoints") as error:
+        TinyModule.load_from_checkpoint(tmp_path / "kept")
+    assert error.value.found.endswith(
+        "kept has step-00000001 and, the newest, step-00000002"
+    )
+    assert error.value.fix == f"pass {tmp_path / 'kept' / 'step-00000002'}"
+
+
 def test_load_from_checkpoint_of_an_object_is_refused(tmp_path):
     """It returns a new module; a caller who ignores the result has random weights."""
 

@@ -163,6 +163,9 @@ def test_the_run_ends_at_the_next_step_with_a_checkpoint_of_it(
         said,
         re.MULTILINE,
     )
+    # Who presses Ctrl-C reads where the checkpoint is, and how to continue.
+    line = f'newest checkpoint: {written[0]}; continue with fit(..., ckpt_path="last")'
+    assert (line in said) == (number == signal.SIGINT)
 
 
 @NUMBERS

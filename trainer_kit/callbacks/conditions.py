@@ -139,6 +139,17 @@ class Monitor:
             reading = trainer.strategy.world.broadcast(reading)
         return reading
 
+    def warn_unlogged(self, trainer: TrainerLike) -> None:
+        """Warn, in a sanity check, if validation logs no value of this name; no error, for training may log it."""
+        logged_names = sorted(trainer.callback_metrics)
+        if self.name in logged_names or not names_validation(self.name):
+            return
+        names = ", ".join(logged_names) or "nothing"
+        trainer.print(
+            f"{self.owner} monitors {self.name!r}, and the sanity check's validation logged {names}: unless another"
+            " step or callback logs it, the first epoch ends with an error"
+        )
+
     def missing(self, trainer: TrainerLike) -> ConfigurationError:
         """The error for a value that was not logged in time."""
         logged_names = sorted(trainer.callback_metrics)

@@ -180,7 +180,13 @@ class EarlyStopping(Callback):
         check_validation(trainer, "EarlyStopping", self.monitor, only_after)
 
     def on_validation_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
-        if not self._active or trainer.sanity_checking or self.check_on_train_epoch_end:
+        if not self._active:
+            return
+        if trainer.sanity_checking:
+            if self.strict:
+                self._monitor.warn_unlogged(trainer)
+            return
+        if self.check_on_train_epoch_end:
             return
         # At the end of an epoch the check waits for the values that the epoch itself reduces and logs.
         if self.check_on_train_epoch_end is None:

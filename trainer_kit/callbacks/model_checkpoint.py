@@ -444,7 +444,11 @@ class ModelCheckpoint(Callback):
         return any(row[0] for row in rows)
 
     def on_validation_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
-        if not self._active or trainer.sanity_checking:
+        if not self._active:
+            return
+        if trainer.sanity_checking:
+            if self._monitor is not None:
+                self._monitor.warn_unlogged(trainer)
             return
         self._validated_step = trainer.global_step
         if self._is_due_after_validation(trainer):

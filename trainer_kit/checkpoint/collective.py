@@ -117,7 +117,9 @@ class Collective:
                 error["file"], error["key"], prefix + error["reason"], fix=error["fix"]
             ) from cause
         raise RankError(
-            f"{prefix}{error['text']}", fix="see what that rank printed"
+            f"{prefix}{error['text']}",
+            fix="see what that rank printed",
+            disagree=False,
         ) from cause
 
     def _gather(self, value: _Json) -> list[Any]:

@@ -33,6 +33,7 @@ from trainer_kit.checkpoint.manifest import (
     was_checkpoint,
 )
 from trainer_kit.checkpoint.read import (
+    describe_existing,
     is_complete,
     read_info,
     step_of,
@@ -54,6 +55,7 @@ __all__ = [
     "mark",
     "newest_verified",
     "read_index",
+    "refuse_directory_of_checkpoints",
     "repair",
     "set_aside",
     "similar",
@@ -361,6 +363,25 @@ def candidates(
     if run_id is not None:
         return resumable
     return [*resumable, *(path for path in paths if path in weights_only)]
+
+
+def refuse_directory_of_checkpoints(path: Location) -> None:
+    """Raise `CheckpointError` if ``path`` is a directory of checkpoints, such as ModelCheckpoint's.
+
+    Raises:
+        CheckpointError: the message has the newest checkpoint in it, and the names of the others.
+    """
+    if not path.is_dir() or (path / MANIFEST).exists():
+        return
+    inside = candidates(path)
+    if inside:
+        raise CheckpointError(
+            path,
+            None,
+            "a directory of checkpoints, not one of them",
+            found=describe_existing([path]),
+            fix=f"pass {inside[0]}",
+        )
 
 
 def similar(

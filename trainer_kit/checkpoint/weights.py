@@ -57,7 +57,7 @@ from trainer_kit.checkpoint.read import (
     read_trees,
 )
 from trainer_kit.checkpoint.remote import fetch_files
-from trainer_kit.checkpoint.store import similar
+from trainer_kit.checkpoint.store import refuse_directory_of_checkpoints, similar
 from trainer_kit.checkpoint.torch_distributed import (
     find_torch_distributed,
     read_torch_distributed,
@@ -128,6 +128,7 @@ def _read(
         if files is not None:
             return {"state_dict": deepspeed_weights(files, device)}
     if file.is_dir():
+        refuse_directory_of_checkpoints(file)
         return _read_checkpoint(file, device, parts)
     if isinstance(file, RemotePath):
         with fetch_files(file.parent, [file.name]) as directory:

@@ -46,6 +46,7 @@ __all__ = [
     "refuse_replaced",
     "refuse_unknown",
     "typed_arguments",
+    "typed_function",
     "with_typed_arguments",
     "word_of",
 ]
@@ -119,33 +120,83 @@ def typed_arguments(
 ) -> Callable[_Taken, _Returned]:
     """Return ``make``, an ``__init__``, that first compares its arguments with their annotations, as `check_fields`.
 
-    Only numbers, strings, functions, paths, and sequences and mappings of them are compared. The constructor itself
-    answers a word that it does not know, and every other class. Arguments that only the other library's class has are
+    Only numbers, strings, functions, paths, and sequences and mappings of them are compared. An unknown name is a
+    `TypeError`, as for any function, with the nearest known one. Arguments that only the other library's class has are
     answered by `refuse_replaced`.
 
     Args:
         cls: the class.
         make: the method.
     """
+    return _checked(make, cls.__name__, cls)
 
-    @wraps(make)
+
+def typed_function(
+    function: Callable[_Taken, _Returned],
+) -> Callable[_Taken, _Returned]:
+    """Decorate a function: its arguments are checked as `typed_arguments` checks those of a constructor.
+
+    Args:
+        function: the function.
+
+    Example:
+        >>> @typed_function
+        ... def pad(rows: list, length: int = 8):
+        ...     return rows
+        >>> pad([], lenght=9)
+        Traceback (most recent call last):
+        TypeError: pad() got an unexpected keyword argument 'lenght': did you mean 'length'?
+    """
+    return _checked(function, function.__name__, None)
+
+
+def _checked(
+    function: Callable[_Taken, _Returned], owner: str, cls: type | None
+) -> Callable[_Taken, _Returned]:
+    """`typed_arguments` and `typed_function`; ``cls`` and ``owner`` as in `refuse_replaced`."""
+
+    @wraps(function)
     def checked(*args: _Taken.args, **kwargs: _Taken.kwargs) -> _Returned:
         # In the call, since annotations may name classes that the module defines below this one.
-        kinds = _plain_hints(make)
-        signature = inspect.signature(make)
+        kinds = _plain_hints(function)
+        signature = inspect.signature(function)
         parameters = signature.parameters
-        refuse_replaced(cls.__name__, cls, parameters, kwargs)
+        refuse_replaced(owner, cls, parameters, kwargs)
         try:
             values = signature.bind(*args, **kwargs).arguments
-        except TypeError:
-            # The call below raises Python's own error, which names the argument.
+        except TypeError as error:
+            _suggest_name(error, function, parameters, kwargs)
+            # The call below raises Python's own error, which names what is missing or too much.
             values = {}
         for name in values.keys() & kinds.keys():
             annotation = parameters[name].annotation
-            check_type(cls.__name__, name, values[name], kinds[name], annotation)
-        return make(*args, **kwargs)
+            check_type(owner, name, values[name], kinds[name], annotation)
+        return function(*args, **kwargs)
 
     return checked
+
+
+def _suggest_name(
+    error: TypeError,
+    function: Function,
+    parameters: Mapping[str, inspect.Parameter],
+    keywords: Mapping[str, object],
+) -> None:
+    """Raise Python's error for an unknown argument with the nearest known name, if an argument is unknown.
+
+    Raises:
+        TypeError: from ``error``, which `inspect` has raised.
+    """
+    kinds = {parameter.kind for parameter in parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        return
+    accepted = [name for name in parameters if name != "self"]
+    for name in keywords:
+        if name not in parameters:
+            raise TypeError(
+                f"{function.__qualname__}() got an unexpected keyword argument {name!r}:"
+                f" {did_you_mean(name, accepted)}"
+            ) from error
 
 
 def refuse_replaced(
@@ -211,9 +262,12 @@ def check_type(
     if not text:
         printed = str(kind).replace("collections.abc.", "")
         text = getattr(kind, "__name__", printed)
+    origin: _Annotation = get_origin(kind)
+    if origin is collections.abc.Mapping:
+        text = f'a dict, {text}: {name}={{"name": ...}}'
     raise ConfigurationError(
         f"{owner}({name}=) has the wrong type",
-        found=f"{name}={value!r}",
+        found=f"{name}={value!r:.200}",
         fix=f"{name} takes {text}",
     )
 

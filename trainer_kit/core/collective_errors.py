@@ -96,6 +96,7 @@ def shared_error(error: Exception, rank: int) -> TrainerKitError:
     return RankError(
         f"rank {rank}: {type(error).__name__}: {error}",
         fix=f"see what rank {rank} printed",
+        disagree=False,
     )
 
 

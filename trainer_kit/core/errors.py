@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import ClassVar
 
 from trainer_kit.core.display import mask_text
 
@@ -65,7 +64,7 @@ class TrainerKitError(Exception):
           fix:   launch 4 processes
     """
 
-    see: ClassVar[str | None] = None
+    see: str | None = None
 
     def __init__(
         self, problem: str, *, found: str | None = None, fix: str | None = None
@@ -207,9 +206,32 @@ class NonFiniteError(TrainerKitError):
 
 
 class RankError(TrainerKitError):
-    """Ranks that disagree, or a rank that failed."""
+    """Ranks that disagree, or a rank that failed.
 
-    see = "troubleshooting#ranks-disagree"
+    Args:
+        problem: one sentence that states the problem.
+        found: what each rank did.
+        fix: what to do about it.
+        disagree: whether the ranks disagree, which the troubleshooting page is about; False: a rank has failed.
+
+    Example:
+        >>> print(RankError("rank 1: KeyError: 'x'", disagree=False))
+        rank 1: KeyError: 'x'
+    """
+
+    see: str | None = "troubleshooting#ranks-disagree"
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        found: str | None = None,
+        fix: str | None = None,
+        disagree: bool = True,
+    ) -> None:
+        if not disagree:
+            self.see = None
+        super().__init__(problem, found=found, fix=fix)
 
 
 class LaunchError(TrainerKitError, RuntimeError):

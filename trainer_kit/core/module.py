@@ -505,13 +505,27 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
     def to_onnx(
         self, file_path: Any = None, input_sample: Nested = None, **kwargs: Any
     ) -> Any:
-        """Export through ``torch.onnx.export``, with ``example_input_array`` unless a sample is given."""
+        """Export through ``torch.onnx.export``, with ``example_input_array`` unless a sample is given.
+
+        Raises:
+            ConfigurationError: ``onnx`` or ``onnxscript`` is not installed, or there is no sample.
+        """
         sample = self._sample(input_sample, "input_sample")
         # A tuple is a list of arguments, and anything else the only one.
         if not isinstance(sample, tuple):
             sample = (sample,)
         with torch.no_grad(), _evaluated(self):
-            return torch.onnx.export(self, sample, file_path, **kwargs)
+            try:
+                return torch.onnx.export(self, sample, file_path, **kwargs)
+            except ModuleNotFoundError as error:
+                # A package that `forward` itself imports is the user's.
+                if error.name not in ("onnx", "onnxscript"):
+                    raise
+                raise ConfigurationError(
+                    "an ONNX export needs the packages onnx and onnxscript",
+                    found=str(error),
+                    fix="pip install onnx onnxscript",
+                ) from error
 
     def to_torchscript(
         self,

@@ -9,6 +9,7 @@ from typing import Final, TypeVar
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
+from trainer_kit.core.errors import add_note
 from trainer_kit.core.torch_private import (
     CHECKPOINTED_MODULE,
     CHILDREN,
@@ -110,6 +111,13 @@ def _renamed(state: SavedState, names: Mapping[str, str]) -> SavedState:
     return renamed
 
 
+_OTHER_MODULE: Final = (
+    "the module was built with other arguments, or by other code, than the one in the checkpoint: use the saved"
+    " arguments, as Module.load_from_checkpoint(path) does after self.save_hyperparameters() in __init__"
+)
+_OTHER_NAMES: Final = "with strict=False, or self.strict_loading = False, parameters with other names keep their values"
+
+
 def load_module_weights(
     module: nn.Module, state: SavedState, strict: bool, **options: bool
 ) -> None:
@@ -122,9 +130,17 @@ def load_module_weights(
         options: further arguments of ``load_state_dict``.
 
     Raises:
-        RuntimeError: torch's own, for other shapes, and for other names with ``strict``.
+        RuntimeError: torch's own, with a note on the usual cause, for other shapes, and for other names with
+            ``strict``.
     """
-    result = module.load_state_dict(names_in(module, state), strict=strict, **options)
+    weights = names_in(module, state)
+    try:
+        result = module.load_state_dict(weights, strict=strict, **options)
+    except RuntimeError as error:
+        add_note(error, _OTHER_MODULE)
+        if "size mismatch" not in str(error):
+            add_note(error, _OTHER_NAMES)
+        raise
     # None from a module whose ``load_state_dict`` returns nothing.
     if not strict and result is not None:
         missing, unexpected = (list(map(state_name, names)) for names in result)

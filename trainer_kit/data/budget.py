@@ -8,6 +8,7 @@ from typing import Final, TypeAlias, final
 import numpy as np
 from torch.utils.data import Sampler
 
+from trainer_kit.core.arguments import typed_function
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import DataError
 from trainer_kit.data.order import (
@@ -27,6 +28,7 @@ _POOL: Final = 100
 """Batches whose samples are sorted by length together: more of them need less padding, and mix fewer lengths."""
 
 
+@typed_function
 def token_budget(
     dataset: Indexed,
     tokens: int,

@@ -44,7 +44,7 @@ from trainer_kit.data.sources import IndexedSource, StreamSource
 
 __all__ = ["Ahead", "Feed", "LoaderState"]
 
-_SHOWN: Final = 64
+_SHOWN: Final = 8
 """Samples that a description of a batch names."""
 
 
@@ -560,7 +560,7 @@ class Feed:
             return name
         shown = ", ".join(map(str, indices[:_SHOWN]))
         if len(indices) > _SHOWN:
-            shown += ", …"
+            shown += f" and {len(indices) - _SHOWN} more"
         return f"{name} (samples {shown} of the dataset)"
 
     def record_indices(self) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Final, Literal, TypeAlias, final
 
+from trainer_kit.core.arguments import typed_function
 from trainer_kit.core.errors import (
     CheckpointError,
     DataError,
@@ -32,9 +33,10 @@ _Until: TypeAlias = "Literal['first', 'all'] | int | None"
 _ENDS: Final = ("first", "all")
 
 
+@typed_function
 def mix(
     sources: Mapping[str, object],
-    weights: _Weights | _WeightSchedule | None = None,
+    weights: Mapping[str, float] | Callable[[int], Mapping[str, float]] | None = None,
     *,
     seed: int = 0,
     until: _Until = "first",

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer_kit.core.arguments import typed_function
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import DataError
 from trainer_kit.data.source import kind_of
@@ -39,6 +40,7 @@ _OLDEST: Final = 64
 """A row is yielded, full or not, after this many documents for each open row, so that a resume reads no more again."""
 
 
+@typed_function
 def pack(
     stream: object,
     tokens: int = 4096,

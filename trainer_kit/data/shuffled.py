@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import Final, final
 
+from trainer_kit.core.arguments import typed_function
 from trainer_kit.core.errors import DataError
 from trainer_kit.data.order import derive_seed
 from trainer_kit.data.source import kind_of
@@ -25,6 +26,7 @@ _OLDEST: Final = 4
 """A sample leaves the buffer after at most this many times its size, so that a resume reads no more than that again."""
 
 
+@typed_function
 def shuffle(
     stream: object,
     buffer: int | None = None,

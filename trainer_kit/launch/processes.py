@@ -481,7 +481,7 @@ class Ranks:
         message = describe(self.failures, self.nproc)
         error = self._errors.get(self.failures[0].rank)
         if error is None:
-            raise RankError(message)
+            raise RankError(message, disagree=False)
         add_note(error, message)
         raise error
 

@@ -22,7 +22,7 @@ from typing import Final, final
 from torch import nn
 
 from trainer_kit.checkpoint.lock import is_free
-from trainer_kit.checkpoint.manifest import MANIFEST, read_manifest
+from trainer_kit.checkpoint.manifest import read_manifest
 from trainer_kit.checkpoint.read import (
     RUN_PARTS,
     ResolvedCheckpoint,
@@ -32,10 +32,10 @@ from trainer_kit.checkpoint.read import (
     resolve_checkpoint,
 )
 from trainer_kit.checkpoint.store import (
-    candidates,
     checkpoints,
     commit_order,
     newest_verified,
+    refuse_directory_of_checkpoints,
     set_aside,
     similar,
 )
@@ -293,23 +293,13 @@ class Search:
     def _check_path(self, path: Location) -> Source:
         try:
             exists = path.exists()
-            inside: list[Location] = []
-            if path.is_dir() and not (path / MANIFEST).exists():
-                # The user may have passed the directory of ModelCheckpoint instead of a checkpoint in it.
-                inside = candidates(path)
+            refuse_directory_of_checkpoints(path)
         except OSError as error:
             raise CheckpointError(path, None, f"cannot be reached: {error}") from error
         if not exists:
             directories = self._directories()
             fix = similar(path, directories, '"last"')
             raise missing_checkpoint(path, "does not exist", directories, fix=fix)
-        if inside:
-            raise CheckpointError(
-                path,
-                None,
-                "a directory of checkpoints, not one of them",
-                fix=f"pass {inside[0]}",
-            )
         return resolve_source(path)
 
     def _directories(self) -> list[Location]:

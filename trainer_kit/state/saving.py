@@ -46,6 +46,7 @@ __all__ = [
     "save_requested",
     "save_to",
     "settle_save",
+    "unnamed_checkpoint",
 ]
 
 _SLOW: Final = 60.0
@@ -173,8 +174,13 @@ class _Target(NamedTuple):
 def _target(run: Fit, request: CheckpointRequest | None) -> _Target:
     if request is not None:
         return _Target(str(locate(request.path)), bool(request.weights_only), True)
-    path = run.directory() / f"step-{run.progress.step:08d}"
+    path = unnamed_checkpoint(run)
     return _Target(str(path), weights_only=False, is_named=False)
+
+
+def unnamed_checkpoint(run: Fit) -> Location:
+    """The path of the checkpoint of this step where a request names none."""
+    return run.directory() / f"step-{run.progress.step:08d}"
 
 
 def save_to(run: Fit | None, path: Location, weights_only: bool) -> None:

@@ -138,6 +138,7 @@ class SplitBatches:
                 raise problem or RankError(
                     f"rank {failed_ranks[0]} is out of memory with a single sample in a batch",
                     fix="use more ranks, or a smaller model",
+                    disagree=False,
                 )
             self._state.double_parts()
             self._say(

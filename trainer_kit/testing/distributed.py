@@ -138,6 +138,7 @@ def run_distributed(
                 raise RankError(
                     f"{len(ranks.running)} of {plural(world_size, 'rank')} did not finish within {timeout:g} s",
                     found=_stacks(ranks.running, Path(directory)),
+                    disagree=False,
                 )
             return ranks.results()
         # Also after Ctrl-C: no rank outlives the test.

@@ -35,7 +35,12 @@ from trainer_kit.core.errors import (
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.metrics.entry import Reduced
-from trainer_kit.state.saving import check_named_requests, save_requested, settle_save
+from trainer_kit.state.saving import (
+    check_named_requests,
+    save_requested,
+    settle_save,
+    unnamed_checkpoint,
+)
 from trainer_kit.step.evaluate import evaluate
 from trainer_kit.step.requests import ended_by, requeue_once
 from trainer_kit.step.run import Fit, StepGuard
@@ -628,6 +633,11 @@ class Settler:
         if number == signal.SIGINT:
             exit_code = "KeyboardInterrupt"
         run.say(f"{name}: {outcome}, {exit_code}")
+        if number == signal.SIGINT and run.checkpoints:
+            run.say(
+                f'newest checkpoint: {unnamed_checkpoint(run)}; continue with fit(..., ckpt_path="last"), or run again'
+                ' with Trainer(resume="auto")'
+            )
         raise ended_by(number)
 
     def _save_on_signal(self, signal_name: str) -> str:

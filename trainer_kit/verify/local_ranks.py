@@ -167,6 +167,7 @@ class _Turns:
                 "a thread that is not a rank uses torch.distributed",
                 found=threading.current_thread().name,
                 fix="use processes as ranks: verify without local",
+                disagree=False,
             )
         return rank
 
@@ -398,6 +399,7 @@ class _Group(_Plain):  # type: ignore[misc]  # its methods differ between versio
         raise RankError(
             "threads as ranks cannot receive from any rank",
             fix="dist.recv(tensor, src=rank)",
+            disagree=False,
         )
 
 
@@ -624,7 +626,9 @@ def _run(fn: Callable[[int], object], ranks: int, turns: _Turns) -> None:
             # ``sys.exit(0)`` of a script ends a rank without an error.
             if exit_.code:
                 error = RankError(
-                    "a rank has ended the program", found=f"sys.exit({exit_.code!r})"
+                    "a rank has ended the program",
+                    found=f"sys.exit({exit_.code!r})",
+                    disagree=False,
                 )
                 error.__cause__ = exit_
         except BaseException as caught:
