@@ -9,7 +9,7 @@ defines how it can be sharded; ``--strategy`` selects the mesh axes.
 """
 
 # %% [markdown]
-# ![Losses of one language model, once for each strategy: the curves lie on each other](../pictures/curves.svg)
+# ![Losses of one language model, once for each strategy: the curves coincide](../pictures/curves.svg)
 #
 # Each curve is a run of this script on a CPU, on one process to eight. XLA is not among them: it needs an environment
 # of its own, in which `make test-xla` trains.

@@ -151,7 +151,7 @@ def render() -> str:
         )
     width, height = LEFT + WIDTH + 24, below + rows * ROW + 6
     most = max(difference(losses, alone) for losses in curves.values())
-    label = f"The loss of one model over {last} steps with {len(curves)} strategies: the curves lie on each other"
+    label = f"The loss of one model over {last} steps with {len(curves)} strategies: the curves coincide"
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img"'
