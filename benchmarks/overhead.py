@@ -17,6 +17,7 @@ cases:
   accumulate    four micro-batches an optimizer step, gradients clipped by norm; for one micro-batch
   ddp2          bare, on two gloo processes with a DataLoader, over a hand-written DistributedDataParallel loop
   ddp2_own      the same over batches that the user divided: the size of the other rank's batch is unknown beforehand
+  capture       bare, with compile="step": forward and backward run as one captured graph
   import        CPU seconds over `import torch` until the library's main classes are there
 """
 
@@ -62,6 +63,7 @@ CASES = {
     "accumulate": EVERY_LIBRARY,
     "ddp2": EVERY_LIBRARY,
     "ddp2_own": EVERY_LIBRARY,
+    "capture": ["trainer_kit"],
     "import": EVERY_LIBRARY,
 }
 # The case without what is measured: `over bare` and `extra` compare with it.
@@ -78,6 +80,7 @@ BUDGETS = {
     "eval_metric": ("ratio", 1.25),
     "accumulate": ("ratio", 1.05),
     "ddp2": ("ratio", 1.03),
+    "capture": ("ratio", 0.7),
     "import": ("seconds", 0.1),
 }
 WARM, COUNTED = 200, 200

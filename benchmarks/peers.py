@@ -84,6 +84,17 @@ def _trainer(
                 self.log(name, loss, on_step=True, on_epoch=True, batch_size=len(x))
             return loss
 
+    class Captured(Module):
+        # A captured step runs no Python of its own: the clock is the hook before it.
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            return F.cross_entropy(self.net(x), y)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            step = clock.tick()
+            if step in clock.points:
+                clock.hit(step)
+
     class Idle(library.Callback):  # type: ignore[misc, name-defined]
         def __init__(self, index: int) -> None:
             self.index = index
@@ -93,6 +104,9 @@ def _trainer(
             return f"idle{self.index}"
 
     module = Logging() if usual or logs else Module()
+    if work.case == "capture":
+        module = Captured()
+        kwargs |= {"compile": "step"}
     if usual:
         logger = library.loggers.TensorBoardLogger(work.directory)
         kwargs |= {

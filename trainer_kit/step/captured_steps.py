@@ -76,8 +76,8 @@ class CapturedSteps:
         self._seen: set[Hashable] = set()
         self._refused: set[Hashable] = set()
         self._reasons: list[str] = []
-        # Of a replay whose hooks of the backward run next.
-        self._gradients: _Gradients | None = None
+        # Of a replay whose hooks of the backward run next: parameters, and their gradients.
+        self._gradients: tuple[list[nn.Parameter], list[Tensor]] | None = None
         # Of a step that is captured.
         self._comparison: _Comparison | None = None
 
@@ -103,8 +103,14 @@ class CapturedSteps:
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Store the gradients of a replay, or compute those of a step that has run."""
         if self._gradients is not None:
-            self._gradients.add()
+            parameters, gradients = self._gradients
             self._gradients = None
+            # As autograd adds them.
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                else:
+                    parameter.grad.add_(gradient)
             return
         if self._comparison is not None:
             self._comparison.note_before()
@@ -144,7 +150,7 @@ class CapturedSteps:
         output = loss
         if graph.returned is not None:
             output = graph.output_of(loss, returned)
-        self._gradients = _Gradients(graph.parameters, gradients)
+        self._gradients = graph.parameters, gradients
         window.backward(index, window.weighted(loss, output, index))
 
     def _run_new(
@@ -291,23 +297,6 @@ def _check_equal(
         raise CaptureRefused("the graph of training_step gives another loss")
     if not comparison.agrees_with(graph.parameters, gradients):
         raise CaptureRefused("the graph of training_step gives other gradients")
-
-
-@final
-@dataclass(frozen=True)
-class _Gradients:
-    """The gradients of one replay."""
-
-    parameters: list[nn.Parameter]
-    values: list[Tensor]
-
-    def add(self) -> None:
-        """Add them as a backward does."""
-        for parameter, value in zip(self.parameters, self.values, strict=True):
-            if parameter.grad is None:
-                parameter.grad = value
-            else:
-                parameter.grad.add_(value)
 
 
 @final
