@@ -97,7 +97,7 @@ if os.environ.get("LOCAL_RANK") == "1":
     done = call(tmp_path, "--config_file=two.yaml", prelude=prelude)
     assert done.returncode == 1, done.stdout
     assert levels(done) == ["OK", "OK", "WRONG"]
-    assert "as two.yaml says" in done.stdout
+    assert "using two.yaml" in done.stdout
     assert "trained on 2 x cpu, ddp, bf16-mixed" in done.stdout
     assert "training comes out differently from a plain loop" in done.stdout
 

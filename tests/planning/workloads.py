@@ -537,6 +537,8 @@ MODELS = {
 """By name: how the module is made, the shape of a sample, whether samples are tokens."""
 READ = ("nonzero", "mixtral")
 """Models whose memory depends on the values of a batch: theirs are those of the real fit."""
+COMPILED = ("torchao 8-bit", "torchao 4-bit")
+"""Models whose step compiles: threads, variables and paths of the compiler stay in the process."""
 _COUNTED = 5
 """Steps of a real fit whose peak is taken."""
 
@@ -682,11 +684,19 @@ def stop_counting():
     _counting.clear()
 
 
+def planned(name, candidate):
+    """What a plan measures."""
+    module, batch = made(name, max(2, candidate.micro_batch) if name in READ else 2)
+    return measure(module, batch, candidate, accelerator="cpu")
+
+
 def compared(name, candidate, **options):
     """The measured peak, and that of the rank that needs most in a real fit."""
-    module, batch = made(name, max(2, candidate.micro_batch) if name in READ else 2)
-    found = measure(module, batch, candidate, accelerator="cpu")
     start_counting()
+    if name in COMPILED:
+        (found,) = run_distributed(planned, 1, name, candidate, process_group=False)
+    else:
+        found = planned(name, candidate)
     return found, max(
         run_distributed(
             traced, candidate.world, name, candidate, process_group=False, **options

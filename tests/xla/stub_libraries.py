@@ -2,7 +2,7 @@
 
 torch_xla goes with one build of torch, whose shared objects name NVIDIA's libraries, 3 GB that a test on a CPU never
 calls. Each of them becomes an empty library here that exports the symbols torch asks for. Only for tests: who calls
-one of these functions gets a number that means failure. Needs gcc, readelf and nm.
+one of these functions gets a number that means failure, and its text. Needs gcc, readelf and nm.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 VENDOR = re.compile(r"lib(cu|nccl|nvrtc|nvshmem|nvJit|nvTools)")
+# What returns the text of a failure, from which torch makes the message of its exception.
+TEXTS = re.compile(r"(Error|Status)(String|Name)$")
 # Whose symbols carry no version: by how their names begin, longest first.
 PREFIXES = {
     "libcusparseLt": "cusparseLt",
@@ -91,6 +93,13 @@ def divide(
     return parts
 
 
+def stub(name: str) -> str:
+    """The source of a function that fails: 100 is CUDA's number for a machine without a device."""
+    if TEXTS.search(name):
+        return f'const char *{name}(void) {{ return "a stub of CUDA"; }}'
+    return f"int {name}(void) {{ return 100; }}"
+
+
 def build(library: str, versions: dict[str, set[str]], directory: Path) -> Path:
     source, script, target = (
         directory / "stub.c",
@@ -98,12 +107,7 @@ def build(library: str, versions: dict[str, set[str]], directory: Path) -> Path:
         directory / library,
     )
     names = sorted(set().union(*versions.values())) if versions else []
-    source.write_text(
-        "\n".join(
-            [f"int {name}(void) {{ return 100; }}" for name in names]
-            + ["int stub_only = 0;"]
-        )
-    )
+    source.write_text("\n".join([*map(stub, names), "int stub_only = 0;"]))
     script.write_text(
         "".join(
             f"{v} {{ global: {'; '.join(sorted(of))}; }};\n"
