@@ -50,6 +50,13 @@ PLACES = {
         "training/session.py": "its attribute",
         "training/entry_points.py": "its use",
     },
+    "optimizer_kernel": {
+        "trainer.py": "the definition: an argument of the Trainer",
+        "training/composition_options.py": "its attribute",
+        "training/compose.py": "its use",
+        "step/optimizer_kernels.py": "what it chooses, and the check of its value",
+        "training/explain.py": "the line that explain() prints",
+    },
     "collect_rank_states": STATES_OF_RANKS,
     "restore_rank_rng": STATES_OF_RANKS,
     "restore_rank_buffers": STATES_OF_RANKS,

@@ -6,9 +6,10 @@ from datetime import timedelta
 
 import pytest
 
+import trainer_kit as tk
 from trainer_kit import Duration
 from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.training.settings import make_settings
+from trainer_kit.training.settings import Settings, make_settings
 
 NOTHING = {
     "fast_dev_run": False,
@@ -48,6 +49,10 @@ def test_defaults_are_lightning_s():
     )
     assert (made.validate_every, made.validate_epochs, made.clip) == (1.0, 1, None)
     assert made.limits == {"train": 1.0, "val": 1.0, "test": 1.0, "predict": 1.0}
+
+
+def test_settings_without_arguments_are_those_of_a_trainer_without_arguments():
+    assert tk.Trainer(logger=False).settings == Settings()
 
 
 @pytest.mark.parametrize(

@@ -63,16 +63,7 @@ class ModelWeights:
         max_shard_size: int | str,
         safe_serialization: bool,
     ) -> None:
-        """Write the weights in Hugging Face's layout: ``model.safetensors``, or shards and an index.
-
-        A tied weight is written once, under its first name.
-
-        Args:
-            model: a prepared model, or any other.
-            save_directory: the directory; its other files do not change.
-            max_shard_size: the largest file size, in bytes or as ``"5GB"``.
-            safe_serialization: False writes ``pytorch_model.bin``, a pickle.
-        """
+        """See `Accelerator.save_model`."""
         weights: StateDict = {}
         # Sharded weights need every process; whole ones are read where they are written.
         is_collective = self._strategy.sharded or self._strategy.owns_step

@@ -469,13 +469,7 @@ class Prepared:
         keep_fp32_wrapper: bool = True,
         keep_torch_compile: bool = False,
     ) -> Any:
-        """Return the user's model, without the wrappers of `prepare`.
-
-        Args:
-            model: a prepared model, or any other.
-            keep_fp32_wrapper: keep the precision of the model's forward.
-            keep_torch_compile: keep a compiled model compiled.
-        """
+        """See `Accelerator.unwrap_model`."""
         user_model = unwrap(model, keep_fp32_wrapper)
         inner = uncompiled(model)
         is_compiled = inner is not model

@@ -41,7 +41,7 @@ from trainer_kit.training.auto_strategy import build_module
 from trainer_kit.training.compose import compose_fit
 from trainer_kit.training.composition_options import CompositionOptions
 from trainer_kit.training.session import Session
-from trainer_kit.training.settings import Settings, make_settings
+from trainer_kit.training.settings import Settings
 from trainer_kit.training.settle import Settler
 from trainer_kit.training.trial_session import trial_session
 
@@ -341,7 +341,7 @@ class Trial:
             )
         else:
             session = Session(
-                settings=_without_data(_defaults()),
+                settings=_without_data(Settings(max_epochs=1)),
                 options=CompositionOptions(
                     # The only argument that composition reads from here.
                     arguments={"reload_dataloaders_every_n_epochs": 0},
@@ -361,30 +361,6 @@ class Trial:
             )
         session.set_accumulation(candidate.accumulate)
         return session
-
-
-def _defaults() -> Settings:
-    return make_settings(
-        fast_dev_run=False,
-        max_epochs=1,
-        max_steps=-1,
-        max_duration=None,
-        max_time=None,
-        min_epochs=None,
-        min_steps=None,
-        limits=dict.fromkeys(("train", "val", "test", "predict")),
-        val_check_interval=None,
-        check_val_every_n_epoch=1,
-        num_sanity_val_steps=None,
-        log_every_n_steps=None,
-        clip_val=None,
-        clip_algorithm=None,
-        overfit_batches=0,
-        inference_mode=True,
-        shard=False,
-        loss_weighting=False,
-        global_batch_size=None,
-    )
 
 
 def _without_data(settings: Settings) -> Settings:

@@ -7,7 +7,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence, ValuesView
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import Enum
 from typing import Any
@@ -26,27 +26,30 @@ __all__ = ["Settings", "check_switches", "make_settings", "plain_arguments"]
 class Settings:
     """The loop's limits, intervals and switches; see `trainer_kit.Trainer` for their meaning.
 
-    ``max_epochs`` is None if no number of epochs ends the run; ``endless`` is True if it was given as -1.
+    The defaults are what a Trainer without arguments has. ``max_epochs`` is None if no number of epochs ends the run;
+    ``endless`` is True if it was given as -1.
     """
 
-    max_epochs: int | None
-    max_steps: int | None
-    max_duration: Duration | None
-    min_epochs: int
-    min_steps: int
-    limits: dict[str, int | float]
-    validate_every: int | float | Duration
-    validate_epochs: int | None
-    sanity_steps: int
-    log_every: int
-    clip: tuple[float, str] | None
-    inference_mode: bool
-    shard: bool
-    loss_weighting: bool
-    global_batch_size: int | None
-    overfit: int | float
-    fast: int
-    endless: bool
+    max_epochs: int | None = 1000
+    max_steps: int | None = None
+    max_duration: Duration | None = None
+    min_epochs: int = 0
+    min_steps: int = 0
+    limits: dict[str, int | float] = field(
+        default_factory=lambda: dict.fromkeys(("train", "val", "test", "predict"), 1.0)
+    )
+    validate_every: int | float | Duration = 1.0
+    validate_epochs: int | None = 1
+    sanity_steps: int = 2
+    log_every: int = 50
+    clip: tuple[float, str] | None = None
+    inference_mode: bool = True
+    shard: bool = True
+    loss_weighting: bool = True
+    global_batch_size: int | None = None
+    overfit: int | float = 0
+    fast: int = 0
+    endless: bool = False
     reproducible: bool = False
 
     def with_limit(self, name: str, value: int | None) -> Settings:
