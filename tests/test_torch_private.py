@@ -13,6 +13,7 @@ import pkgutil
 import sys
 from collections import OrderedDict
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -363,6 +364,19 @@ class TestFallbacks:
         hide(monkeypatch, "torch._compile", "_disable_dynamo")
         private = load(PACKAGE / "strategies" / "torch_private.py")
         assert private.excluded_from_compilation is torch.compiler.disable
+
+    def test_the_public_timeout_of_groups_comes_first(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def set_timeout(timeout: timedelta, group: object) -> None:
+            """As in torch 2.14, which warns of the private name."""
+
+        monkeypatch.setattr(dist, "set_timeout", set_timeout, raising=False)
+        private = load(PACKAGE / "strategies" / "torch_private.py")
+        assert private.set_group_timeout is set_timeout
+        monkeypatch.delattr(dist, "set_timeout")
+        private = load(PACKAGE / "strategies" / "torch_private.py")
+        assert private.set_group_timeout is dist.distributed_c10d._set_pg_timeout
 
     def test_a_layer_has_no_reset(self, monkeypatch: pytest.MonkeyPatch) -> None:
         layer = nn.MultiheadAttention(2, 1)

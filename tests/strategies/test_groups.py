@@ -28,6 +28,7 @@ from trainer_kit.strategies.process_group import (
 )
 from trainer_kit.strategies.rank_sync import InitialWeights
 from trainer_kit.strategies.single import Alone
+from trainer_kit.strategies.torch_private import set_group_timeout
 from trainer_kit.testing import run_distributed
 
 CPU = torch.device("cpu")
@@ -130,7 +131,7 @@ def check_timeouts() -> None:
 
     world = dist.distributed_c10d._get_default_group()
     before = timeout(world)
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=71), world)
+    set_group_timeout(timedelta(seconds=71), world)
     try:
         for strategy in (
             MeshStrategy(dp_replicate=3, dp_shard=1),
@@ -143,7 +144,7 @@ def check_timeouts() -> None:
             seconds=71
         )
     finally:
-        dist.distributed_c10d._set_pg_timeout(before, world)
+        set_group_timeout(before, world)
 
 
 def check_parts_of_the_world(rank: int) -> None:

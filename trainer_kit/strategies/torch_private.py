@@ -107,10 +107,14 @@ def has_compiled_function(method: object) -> bool:
 
 # -- process groups and meshes ------------------------------------------------------------------------------------
 
-# torch has no public way to change the timeout of an existing group, and gives half an hour to those of a mesh.
-# Without it a run that makes such groups is refused: the user's timeout would hold for the world only.
-set_group_timeout: Final[Callable[[timedelta, dist.ProcessGroup], None]] = find_private(
+# torch gives half an hour to the groups of a mesh. Without a way to change the timeout of an existing group a run that
+# makes such groups is refused: the user's timeout would hold for the world only.
+_set_pg_timeout: Final[Callable[[timedelta, dist.ProcessGroup], None]] = find_private(
     "torch.distributed.distributed_c10d._set_pg_timeout", "timeout="
+)
+# Public from torch 2.14 on, which warns of the private name.
+set_group_timeout: Final[Callable[[timedelta, dist.ProcessGroup], None]] = getattr(
+    dist, "set_timeout", _set_pg_timeout
 )
 
 
