@@ -223,6 +223,7 @@ def states_of_torchao(name):
     return calculated, parts
 
 
+@COMPILES
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit"])
 def test_the_states_of_torchao(name):

@@ -1,4 +1,4 @@
-"""The private names of torch that the watchdog reads, all checked with torch 2.13; no other module here names one.
+"""The private names of torch that the watchdog reads, checked with torch 2.13 and 2.14; no other module here names one.
 
 The watchdog must never end a run that would go on, so most of them have a fallback: without them the report of a hang
 says less.
