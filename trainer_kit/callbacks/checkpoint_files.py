@@ -322,7 +322,9 @@ class CheckpointFiles:
             best = self.retention.durable_best
             if best:
                 # Somebody may have deleted it meanwhile: None removes the name, and the other names stay.
-                names["best"] = best if _may_exist(best) else None
+                names["best"] = None
+                if _may_exist(best):
+                    names["best"] = best
         lightning_problem = None
         if self.also_lightning and self._is_zero:
             lightning_problem = write_lightning_file(path)
