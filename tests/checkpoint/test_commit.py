@@ -125,6 +125,11 @@ def test_awkward_part_names(tmp_path, same):
     assert os.listdir(tmp_path) == ["c"]
 
 
+def test_a_part_gets_a_number_that_no_other_part_has_for_a_name():
+    names = commit.name_parts({"part0": [0], "a/b": [0], "empty": []}, ".bin")
+    assert names == {"part0": "part0.bin", "a/b": "part1.bin", "empty": None}
+
+
 def test_empty_and_wrong_states(tmp_path):
     assert read_checkpoint(write_checkpoint(tmp_path / "empty", {})) == {}
     for state, key in [

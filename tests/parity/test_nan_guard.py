@@ -26,6 +26,7 @@ from tests.parity.plain import (
 )
 from trainer_kit.callbacks import NaNGuard
 from trainer_kit.core.errors import ConfigurationError, NonFiniteError
+from trainer_kit.state import rewind
 
 
 class _Poisoned(torch.autograd.Function):
@@ -206,6 +207,20 @@ def test_skip_trains_as_if_the_batches_were_not_there(
     assert trainer.progress.samples == 4 * (
         24 - len(guard.skipped_steps)
     )  # those that were trained on
+
+
+def test_a_search_begins_at_the_newest_state_before_the_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rewind, "_SHARE", 0)  # a state at each look at the losses
+    train(
+        marked(),
+        loader(samples(s21=950.0)),
+        callbacks=[NaNGuard("skip")],
+        log_every_n_steps=1,
+        **RUN,
+    )
+    assert "going back from step 6 to step 5" in capsys.readouterr().out
 
 
 def test_rollback_leaves_out_the_steps_before_too() -> None:
