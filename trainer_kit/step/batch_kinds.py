@@ -30,6 +30,7 @@ def describe_batch(batch: Batch, tensors: list[Tensor]) -> Hashable:
         CaptureRefused: something in the batch is neither a tensor nor a constant.
 
     Example:
+        >>> import torch
         >>> describe_batch(torch.zeros(2), []) == describe_batch(torch.ones(2), [])
         True
     """

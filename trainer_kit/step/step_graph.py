@@ -177,7 +177,7 @@ class _Trace:
             _Reads(),
             self._forward_context,
         ):
-            output = self._step(self._batch, _NO_INDEX)
+            output = self._step(self._batch, _UnusedIndex())
         if recorder.refusal is not None:
             raise recorder.refusal
         loss = self._take_output(output)
@@ -296,10 +296,10 @@ def _refuse_index(*arguments: object) -> NoReturn:
 
 _USES: Final = """add radd sub rsub mul rmul mod rmod floordiv truediv divmod pow neg and or lt le gt ge eq ne hash bool
     int index float str repr format getattr"""
-_NO_INDEX: Final = type(
-    "_NoIndex", (), {f"__{name}__": _refuse_index for name in _USES.split()}
-)()
-"""The index of a batch for a step that does not use it: each use is refused."""
+_UnusedIndex: Final = type(
+    "_UnusedIndex", (), {f"__{name}__": _refuse_index for name in _USES.split()}
+)
+"""The class of the index of a batch for a step that does not use it: each use of an instance is refused."""
 
 
 @final
