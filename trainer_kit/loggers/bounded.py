@@ -221,11 +221,15 @@ class BoundedCalls:
             thread = threading.Thread(target=call, name=name, daemon=True)
             thread.start()
             return thread
-        key = id(logger)
+        entry = self._threads.get(id(logger))
         # A fork has no threads of its parent.
-        if key not in self._threads or not self._threads[key][0].thread.is_alive():
-            self._threads[key] = (_LoggerThread(name), self._reference(logger))
-        return self._threads[key][0].start(call)
+        if entry is None or not entry[0].thread.is_alive():
+            logger_thread = _LoggerThread(name)
+            reference = self._reference(logger)
+            entry = (logger_thread, reference)
+            self._threads[id(logger)] = entry
+        logger_thread, _ = entry
+        return logger_thread.start(call)
 
     def _reference(self, logger: object) -> object:
         """Return what removes the thread of a logger when that is collected."""
