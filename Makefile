@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -c constraints.txt
 
-.PHONY: help demo pictures test test-all test-quick test-slurm test-trackers test-data test-lightning test-editors test-xla test-pythons test-oldest test-nightly soak check bench docs site \
+.PHONY: help demo pictures test test-all test-quick test-slurm test-trackers test-data test-notebooks test-lightning test-editors test-xla test-pythons test-oldest test-nightly soak check bench docs site \
   site-material vendor clean
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make test-slurm  the tests that need a SLURM: starts one of two virtual nodes here (root, Debian), and ends it"
 	@echo "make test-trackers  the tests of experiment trackers with the real packages, in an environment over .venv (0.5 GB)"
 	@echo "make test-data      the tests of data libraries (litdata, WebDataset, …) with the real packages, in the same way"
+	@echo "make test-notebooks  a notebook executed by Jupyter's kernel, in an environment over .venv (0.1 GB)"
 	@echo "make test-lightning  Lightning's own demo files after trainer-kit migrate, beside Lightning itself (its wheel, 1 MB)"
 	@echo "make test-editors  what mypy, pyright and Pylance say of a user's program; installs pyright (npm, 20 MB)"
 	@echo "make test-xla    the tests of torch_xla, on its CPU device, in an environment of its own (2.3 GB)"
@@ -52,7 +53,7 @@ endef
 	@touch .venv/.demo $@
 
 # One thread a process: the tests start several at once, and sums come out the same everywhere.
-test test-all test-quick test-slurm test-trackers test-data test-xla soak check bench: export OMP_NUM_THREADS = 1
+test test-all test-quick test-slurm test-trackers test-data test-notebooks test-xla soak check bench: export OMP_NUM_THREADS = 1
 # Compiled once: tests start hundreds of processes that import this package.
 test test-all test-quick soak: export PYTHONDONTWRITEBYTECODE =
 # Tests wait for thousands of small files to be durable: in memory, where 4 GB are free, that takes no time.
@@ -106,6 +107,18 @@ LIBRARIES := .venv-data/bin/python
 
 test-data: .venv-data/.stamp
 	$(LIBRARIES) -m pytest tests/data/test_libraries.py -rs
+
+# No test of the others needs a kernel and its widgets, so they lie over .venv, whose torch they use.
+NOTEBOOKS := .venv-notebooks/bin/python
+.venv-notebooks/.stamp: .venv/.stamp tests/notebooks/notebooks.txt
+	test -x $(NOTEBOOKS) || $(BIN)/python -m venv --without-pip .venv-notebooks
+	for site in .venv-notebooks/lib/python3*/site-packages; do \
+	  printf '%s\n' "$(CURDIR)" "$(CURDIR)"/.venv/lib/python3*/site-packages > $$site/shared.pth; done
+	$(NOTEBOOKS) -m pip install --no-deps -r tests/notebooks/notebooks.txt
+	@touch $@
+
+test-notebooks: .venv-notebooks/.stamp
+	$(NOTEBOOKS) -m pytest tests/notebooks -rs
 
 # Lightning and torchmetrics ask for more than constraints.txt has: their files alone, in a directory of their own.
 .venv-lightning/.stamp: .venv/.stamp

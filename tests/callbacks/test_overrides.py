@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-from types import SimpleNamespace
 
 import pytest
 
@@ -39,7 +38,7 @@ def shown(request, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     file = Terminal() if request.param else io.StringIO()
     monkeypatch.setattr(
-        "trainer_kit.callbacks.progress_bar.sys", SimpleNamespace(stderr=file)
+        "trainer_kit.callbacks.progress_bar.message_stream", lambda: file
     )
     return file
 

@@ -3,7 +3,6 @@ import io
 import itertools
 import sys
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,7 +60,7 @@ def terminal(monkeypatch):
     file = Terminal()
     # Not sys.stderr itself: that one is the test runner's, who exchanges it between setup and call.
     monkeypatch.setattr(
-        "trainer_kit.callbacks.progress_bar.sys", SimpleNamespace(stderr=file)
+        "trainer_kit.callbacks.progress_bar.message_stream", lambda: file
     )
     return file
 
@@ -71,7 +70,7 @@ def plain(monkeypatch):
     file = io.StringIO()
     # Not sys.stderr itself: that one is the test runner's, who exchanges it between setup and call.
     monkeypatch.setattr(
-        "trainer_kit.callbacks.progress_bar.sys", SimpleNamespace(stderr=file)
+        "trainer_kit.callbacks.progress_bar.message_stream", lambda: file
     )
     return file
 

@@ -8,7 +8,6 @@ import struct
 import termios
 import tty
 from contextlib import suppress
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,7 +38,7 @@ def drawn(monkeypatch, columns, names, batches):
     text = b""
     with os.fdopen(slave, "w") as stderr:
         monkeypatch.setattr(
-            "trainer_kit.callbacks.progress_bar.sys", SimpleNamespace(stderr=stderr)
+            "trainer_kit.callbacks.progress_bar.message_stream", lambda: stderr
         )
         tk.Trainer(
             max_epochs=1,

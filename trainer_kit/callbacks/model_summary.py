@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from trainer_kit.core.costs import cost_lines
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
+from trainer_kit.core.notebook import message_stream
 from trainer_kit.core.parallel import is_divided
 from trainer_kit.core.protocols import TrainerLike
 from trainer_kit.core.tensors import map_tensors
@@ -201,8 +201,8 @@ class ModelSummary(Callback):
             table: ``str()`` of it is its text.
             costs: lines that say what a rank holds and sends.
         """
-        # Not standard output, which belongs to what the program prints.
-        sys.stderr.write("\n".join([str(table), *costs, ""]))
+        # Not standard output of a program, which belongs to what the program prints.
+        message_stream().write("\n".join([str(table), *costs, ""]))
 
 
 def summarize(

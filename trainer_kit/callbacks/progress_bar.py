@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +14,7 @@ from typing import Any, ClassVar, Final, Literal, Protocol, TextIO, final
 from trainer_kit.core.display import bar_class, plural
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
+from trainer_kit.core.notebook import in_notebook, message_stream, widget_bar_class
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 from trainer_kit.core.types import StateDict
 
@@ -23,12 +23,16 @@ __all__ = [
     "PlainLine",
     "ProgressBar",
     "TQDMProgressBar",
+    "TerminalLine",
     "View",
+    "in_place_line",
+    "new_bar",
     "shown_values",
 ]
 
 _TERMINAL_INTERVAL: Final = 0.1
 _PLAIN_INTERVAL: Final = 10.0
+_NOTEBOOK_COLUMNS: Final = 100
 # Layouts of the line; the first that fits is drawn. None is the default of tqdm, with the bar.
 _LAYOUTS_WITH_TOTAL: Final = (
     None,
@@ -95,7 +99,7 @@ class Line(Protocol):
 
 
 @final
-class _TerminalLine:
+class TerminalLine:
     """One line, drawn in place.
 
     Args:
@@ -188,6 +192,54 @@ def _candidates(
 def _sort_names(metrics: Mapping[str, object]) -> list[str]:
     """Sort names so that losses, which are the last values to be dropped, come first."""
     return sorted(metrics, key=lambda name: "loss" not in name)
+
+
+@final
+class _NotebookLine:
+    """A bar in the output of a cell, one for all epochs of a fit.
+
+    Args:
+        bar: of tqdm.notebook; it has not been displayed. Its ``bar_format``, if set, is kept.
+    """
+
+    def __init__(self, bar: Any) -> None:
+        self.due = 0.0
+        self._bar = bar
+
+    def show(self, view: View) -> None:
+        bar = self._bar
+        bar.initial = view.first
+        bar.desc = view.title
+        # The widget needs a length; one whose length is not known is shown full.
+        bar.reset(view.total or 1)
+        bar.total = view.total
+        self.draw(view, {})
+
+    def draw(self, view: View, metrics: Mapping[str, object]) -> None:
+        bar = self._bar
+        drawn_at = monotonic()
+        self.due = drawn_at + _TERMINAL_INTERVAL
+        bar.n = view.done
+        bar.postfix = shown_values(metrics)
+        # tqdm has a clock of its own.
+        bar.last_print_t = bar._time()
+        bar.start_t = bar.last_print_t - (drawn_at - view.began)
+        bar.display()
+
+    def finish(self, view: View, metrics: Mapping[str, object]) -> None:
+        self.draw(view, metrics)
+
+    def write(self, text: str, end: str, file: TextIO | None) -> None:
+        # Below the bar, which has an output of its own.
+        print(text, end=end, file=file)
+
+    def close(self, leave: bool) -> None:
+        bar = self._bar
+        if not leave:
+            # Not closed: a notebook that is saved and opened again would show an error in its place.
+            bar.container.layout.display = "none"
+        # Without tqdm's own `close`, which marks a bar red that is not full: a fit may stop inside an epoch.
+        bar.disable = True
 
 
 @final
@@ -698,12 +750,46 @@ def _drawn_bar(progress_bar: TQDMProgressBar, kind: str) -> Any:
     )
 
 
+def new_bar(description: str, position: int = 0, **options: Any) -> Any:
+    """A bar of tqdm that has not been drawn: one line, or in a notebook a widget, where those can be shown.
+
+    Args:
+        description: its title.
+        position: lines to leave free above it.
+        options: further arguments of tqdm.
+    """
+    # A delay: the constructor draws nothing.
+    options |= {"desc": description, "leave": True, "delay": 1e-9, "unit": "batch"}
+    options["position"] = position
+    if in_notebook():
+        # tqdm would measure the terminal in which the notebook's server was started.
+        options["ncols"] = _NOTEBOOK_COLUMNS
+    else:
+        options["dynamic_ncols"] = True
+    widget_bar = widget_bar_class()
+    if widget_bar is not None:
+        return widget_bar(**{**options, "ncols": None})
+    return bar_class()(file=message_stream(), **options)
+
+
+def in_place_line(bar: Any) -> Line:
+    """The line that draws a bar of tqdm."""
+    # Of tqdm.notebook: `new_bar` made it, or the user did.
+    if hasattr(bar, "container"):
+        return _NotebookLine(bar)
+    return TerminalLine(bar)
+
+
 class TQDMProgressBar(ProgressBar):
     """One line on stderr: epoch, batches, rate, and what was logged with ``prog_bar=True``.
 
     It is drawn at most ten times a second, so a step costs one addition and one read of the clock. Values are those of
     the last flush: nothing is read from the device. If stderr is not a terminal, plain lines are printed instead: one
     at the end of each epoch, and between them at most one every ten seconds. Only rank 0 draws.
+
+    In a notebook it is one bar of ``tqdm.notebook`` in the output of the cell, for all epochs, where ``tqdm.auto``
+    would choose one: it needs ipywidgets. Without ipywidgets, and in forked processes, it is one line of text on
+    standard output.
 
     Args:
         refresh_rate: draw at most once in this many batches; 0 for never.
@@ -760,31 +846,20 @@ class TQDMProgressBar(ProgressBar):
         return self._new_bar(self.predict_description)
 
     def _new_bar(self, description: str) -> Any:
-        options: dict[str, Any] = {
-            "position": self.process_position,
-            "dynamic_ncols": True,
-            "bar_format": self.BAR_FORMAT,
-        }
-        # A delay: the constructor draws nothing.
-        return bar_class()(
-            desc=description,
-            file=sys.stderr,
-            leave=True,
-            delay=1e-9,
-            unit="batch",
-            **options,
+        return new_bar(
+            description, position=self.process_position, bar_format=self.BAR_FORMAT
         )
 
     def _overrides(self, name: str) -> bool:
         return getattr(type(self), name) is not getattr(TQDMProgressBar, name)
 
     def _open_line(self, kind: str, title: str) -> tuple[Line | None, str]:
-        file = sys.stderr
-        is_terminal = file.isatty()
+        file = message_stream()
+        is_in_place = file.isatty() or in_notebook()
         method = f"init_{kind}_tqdm"
         bar = None
-        # Without a terminal only a user's bar is made, for its description.
-        if is_terminal or self._overrides(method):
+        # For a file only a user's bar is made, for its description.
+        if is_in_place or self._overrides(method):
             make_bar = getattr(self, method)
             bar = make_bar()
         if bar is None:
@@ -792,8 +867,8 @@ class TQDMProgressBar(ProgressBar):
         if kind != "train":
             title = (bar.desc or title).removesuffix(": ")
         self._bars[kind] = bar
-        if is_terminal:
-            return _TerminalLine(bar), title
+        if is_in_place:
+            return in_place_line(bar), title
         # Its description was read; the bar itself would write control characters to a file.
         bar.close()
         return PlainLine(file), title

@@ -15,10 +15,13 @@ from trainer_kit.callbacks.progress_bar import (
     PlainLine,
     ProgressBar,
     View,
+    in_place_line,
+    new_bar,
     shown_values,
 )
 from trainer_kit.core.arguments import check_type
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.notebook import message_stream, widget_bar_class
 from trainer_kit.core.protocols import TrainerLike
 
 __all__ = ["RichModelSummary", "RichProgressBar", "RichProgressBarTheme"]
@@ -63,7 +66,8 @@ class RichProgressBarTheme:
 class RichProgressBar(ProgressBar):
     """A colored bar on stderr; below it the values logged with ``prog_bar=True``, in as many lines as they need.
 
-    What is not a terminal gets the plain lines of `TQDMProgressBar`.
+    What is not a terminal gets the plain lines of `TQDMProgressBar`. A notebook shows the bar in the output of the cell
+    if ipywidgets is installed, otherwise the line of `TQDMProgressBar`.
 
     Args:
         refresh_rate: draw at most once in this many batches; 0 for never.
@@ -131,8 +135,11 @@ class RichProgressBar(ProgressBar):
     def _open_line(self, kind: str, title: str) -> tuple[Line | None, str]:
         from rich.console import Console
 
-        console = Console(**{"file": sys.stderr, **self._console_kwargs})
-        if not console.is_terminal:
+        console = Console(**{"file": message_stream(), **self._console_kwargs})
+        if console.is_jupyter and widget_bar_class() is None:
+            # rich draws in place by a widget only.
+            return in_place_line(new_bar("")), title
+        if not (console.is_terminal or console.is_jupyter):
             return PlainLine(console.file), title  # type: ignore[arg-type]  # IO[str], of which it calls print alone
         columns = self.configure_columns(self.trainer)
         make_bars = _bars_class()
@@ -197,8 +204,11 @@ class _RichLine:
         console = self._bars.console
         if file is None:
             file = sys.stdout
+        # In a notebook below the bar, which has an output of its own.
+        if console.is_jupyter:
+            file.write(text + end)
         # On the terminal through rich, which moves the bar down.
-        if file.isatty() or file is console.file:
+        elif file.isatty() or file is console.file:
             console.print(text, end=end, markup=False, highlight=False, soft_wrap=True)
         else:
             file.write(text + end)
@@ -284,7 +294,7 @@ class RichModelSummary(ModelSummary):
         from rich.console import Console
         from rich.table import Table
 
-        console = Console(file=sys.stderr)
+        console = Console(file=message_stream())
         cells = table.cells()
         if table.rows:
             rich_table = Table(header_style=self.header_style)

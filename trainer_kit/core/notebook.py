@@ -1,0 +1,125 @@
+"""What a notebook shows: where its output goes, its progress bars, and objects as small tables."""
+
+from __future__ import annotations
+
+import builtins
+import multiprocessing
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
+from functools import cache
+from html import escape
+from typing import Any, Final, TextIO
+
+__all__ = [
+    "html_page",
+    "html_table",
+    "in_notebook",
+    "message_stream",
+    "widget_bar_class",
+]
+
+_LONGEST_CELL: Final = 300
+"""Characters of a value that a table shows."""
+_CELL: Final = 'style="text-align:left;vertical-align:top;white-space:pre-wrap"'
+
+
+def in_notebook() -> bool:
+    """Whether output goes to the cells of a notebook, not to a terminal or a file.
+
+    Example:
+        >>> in_notebook()
+        False
+    """
+    # IPython installs the function; only the shell of a notebook has a kernel.
+    get_shell = getattr(builtins, "get_ipython", None)
+    return get_shell is not None and hasattr(get_shell(), "kernel")
+
+
+def message_stream() -> TextIO:
+    """Where bars and summaries are written: standard error; in a notebook standard output.
+
+    A notebook shows standard error in red, and as a separate output each time that it alternates with standard output.
+    """
+    if in_notebook():
+        return sys.stdout
+    return sys.stderr
+
+
+def widget_bar_class() -> Any:
+    """The class of tqdm's bars for notebooks, or None outside a notebook and where widgets cannot be shown.
+
+    ``tqdm.auto`` decides: it chooses text without ipywidgets, and in consoles. A forked process has no connection to
+    the notebook but standard output, so it gets None as well.
+    """
+    if not in_notebook() or multiprocessing.parent_process() is not None:
+        return None
+    return _import_widget_bar()
+
+
+@cache
+def _import_widget_bar() -> Any:
+    with warnings.catch_warnings():
+        # tqdm warns where ipywidgets is missing; a line of text shows the same, so nothing is lost.
+        warnings.simplefilter("ignore")
+        from tqdm.auto import tqdm
+        from tqdm.notebook import tqdm_notebook
+    if not issubclass(tqdm, tqdm_notebook):
+        return None
+
+    class WidgetBar(tqdm):  # type: ignore[type-arg]  # generic only for type checkers
+        # One process draws: it needs no monitor thread.
+        monitor_interval = 0
+
+    return WidgetBar
+
+
+def html_table(
+    title: str, rows: Iterable[Sequence[object]], heads: Sequence[str] = ()
+) -> str:
+    """A small table of HTML for ``_repr_html_``; everything is escaped, and long values are cut.
+
+    Args:
+        title: above the table.
+        rows: the values of each row; the first one is shown as its name unless there are ``heads``.
+        heads: the names of the columns.
+
+    Example:
+        >>> html_table("Fit", [("steps", 3)])
+        '<table><caption ...>Fit</caption><tr><th ...>steps</th><td ...>3</td></tr></table>'
+    """
+    caption = f'<caption style="text-align:left"><b>{escape(title)}</b></caption>'
+    lines = []
+    if heads:
+        lines.append("".join(_cell("th", head) for head in heads))
+    for row in rows:
+        cells = [_cell("td", value) for value in row]
+        if not heads:
+            cells[0] = _cell("th", row[0])
+        lines.append("".join(cells))
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table>{caption}{body}</table>"
+
+
+def _cell(tag: str, value: object) -> str:
+    text = str(value)
+    if len(text) > _LONGEST_CELL:
+        text = f"{text[:_LONGEST_CELL]}…"
+    return f"<{tag} {_CELL}>{escape(text)}</{tag}>"
+
+
+def html_page(page: str, height: int = 600) -> str:
+    """A whole page of HTML inside a cell.
+
+    Its scripts run without access to the notebook.
+
+    Args:
+        page: the text of the page.
+        height: of the frame, in pixels.
+
+    Example:
+        >>> html_page("<p>hello</p>", 100)
+        '<iframe sandbox="allow-scripts" width="100%" height="100" ... srcdoc="&lt;p&gt;hello&lt;/p&gt;"></iframe>'
+    """
+    options = f'sandbox="allow-scripts" width="100%" height="{height}" style="border:0"'
+    return f'<iframe {options} srcdoc="{escape(page)}"></iframe>'
