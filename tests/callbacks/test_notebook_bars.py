@@ -14,15 +14,20 @@ from trainer_kit.callbacks import ModelSummary, RichProgressBar, TQDMProgressBar
 from trainer_kit.core import notebook
 
 
-class Widget:
+class Traits(SimpleNamespace):
+    def set_trait(self, name, value):
+        setattr(self, name, value)
+
+
+class Widget(Traits):
     def __init__(self, children=(), min=0, max=None):  # names of ipywidgets
         self.children = list(children)
         self.min = min
         self.max = max
         self.value = ""
         self.bar_style = ""
-        self.layout = SimpleNamespace(width=None, display=None)
-        self.style = SimpleNamespace(bar_color=None)
+        self.layout = Traits(width=None, display=None)
+        self.style = Traits(bar_color=None)
 
     @property
     def text(self):

@@ -25,7 +25,6 @@ __all__ = [
     "TQDMProgressBar",
     "TerminalLine",
     "View",
-    "in_place_line",
     "new_bar",
     "shown_values",
 ]
@@ -100,7 +99,7 @@ class Line(Protocol):
 
 @final
 class TerminalLine:
-    """One line, drawn in place.
+    """One line, drawn in place on a terminal or in the output of a notebook's cell.
 
     Args:
         bar: a tqdm bar that has not been drawn. Its ``bar_format``, if set, is kept.
@@ -192,54 +191,6 @@ def _candidates(
 def _sort_names(metrics: Mapping[str, object]) -> list[str]:
     """Sort names so that losses, which are the last values to be dropped, come first."""
     return sorted(metrics, key=lambda name: "loss" not in name)
-
-
-@final
-class _NotebookLine:
-    """A bar in the output of a cell, one for all epochs of a fit.
-
-    Args:
-        bar: of tqdm.notebook; it has not been displayed. Its ``bar_format``, if set, is kept.
-    """
-
-    def __init__(self, bar: Any) -> None:
-        self.due = 0.0
-        self._bar = bar
-
-    def show(self, view: View) -> None:
-        bar = self._bar
-        bar.initial = view.first
-        bar.desc = view.title
-        # The widget needs a length; one whose length is not known is shown full.
-        bar.reset(view.total or 1)
-        bar.total = view.total
-        self.draw(view, {})
-
-    def draw(self, view: View, metrics: Mapping[str, object]) -> None:
-        bar = self._bar
-        drawn_at = monotonic()
-        self.due = drawn_at + _TERMINAL_INTERVAL
-        bar.n = view.done
-        bar.postfix = shown_values(metrics)
-        # tqdm has a clock of its own.
-        bar.last_print_t = bar._time()
-        bar.start_t = bar.last_print_t - (drawn_at - view.began)
-        bar.display()
-
-    def finish(self, view: View, metrics: Mapping[str, object]) -> None:
-        self.draw(view, metrics)
-
-    def write(self, text: str, end: str, file: TextIO | None) -> None:
-        # Below the bar, which has an output of its own.
-        print(text, end=end, file=file)
-
-    def close(self, leave: bool) -> None:
-        bar = self._bar
-        if not leave:
-            # Not closed: a notebook that is saved and opened again would show an error in its place.
-            bar.container.layout.display = "none"
-        # Without tqdm's own `close`, which marks a bar red that is not full: a fit may stop inside an epoch.
-        bar.disable = True
 
 
 @final
@@ -768,16 +719,10 @@ def new_bar(description: str, position: int = 0, **options: Any) -> Any:
         options["dynamic_ncols"] = True
     widget_bar = widget_bar_class()
     if widget_bar is not None:
-        return widget_bar(**{**options, "ncols": None})
+        # A widget is as wide as its text; made without a total it would be narrow for ever.
+        options |= {"ncols": None, "total": 1}
+        return widget_bar(**options)
     return bar_class()(file=message_stream(), **options)
-
-
-def in_place_line(bar: Any) -> Line:
-    """The line that draws a bar of tqdm."""
-    # Of tqdm.notebook: `new_bar` made it, or the user did.
-    if hasattr(bar, "container"):
-        return _NotebookLine(bar)
-    return TerminalLine(bar)
 
 
 class TQDMProgressBar(ProgressBar):
@@ -868,7 +813,7 @@ class TQDMProgressBar(ProgressBar):
             title = (bar.desc or title).removesuffix(": ")
         self._bars[kind] = bar
         if is_in_place:
-            return in_place_line(bar), title
+            return TerminalLine(bar), title
         # Its description was read; the bar itself would write control characters to a file.
         bar.close()
         return PlainLine(file), title

@@ -14,8 +14,8 @@ from trainer_kit.callbacks.progress_bar import (
     Line,
     PlainLine,
     ProgressBar,
+    TerminalLine,
     View,
-    in_place_line,
     new_bar,
     shown_values,
 )
@@ -138,7 +138,7 @@ class RichProgressBar(ProgressBar):
         console = Console(**{"file": message_stream(), **self._console_kwargs})
         if console.is_jupyter and widget_bar_class() is None:
             # rich draws in place by a widget only.
-            return in_place_line(new_bar("")), title
+            return TerminalLine(new_bar("")), title
         if not (console.is_terminal or console.is_jupyter):
             return PlainLine(console.file), title  # type: ignore[arg-type]  # IO[str], of which it calls print alone
         columns = self.configure_columns(self.trainer)

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from functools import cache
 from html import escape
-from typing import Any, Final, TextIO
+from typing import Final, TextIO, TypeAlias
 
 __all__ = [
     "html_page",
@@ -19,6 +19,7 @@ __all__ = [
     "widget_bar_class",
 ]
 
+_LockArguments: TypeAlias = tuple[bool | None, float | None] | tuple[bool | None] | None
 _LONGEST_CELL: Final = 300
 """Characters of a value that a table shows."""
 _CELL: Final = 'style="text-align:left;vertical-align:top;white-space:pre-wrap"'
@@ -46,7 +47,7 @@ def message_stream() -> TextIO:
     return sys.stderr
 
 
-def widget_bar_class() -> Any:
+def widget_bar_class() -> type | None:
     """The class of tqdm's bars for notebooks, or None outside a notebook and where widgets cannot be shown.
 
     ``tqdm.auto`` decides: it chooses text without ipywidgets, and in consoles. A forked process has no connection to
@@ -58,7 +59,7 @@ def widget_bar_class() -> Any:
 
 
 @cache
-def _import_widget_bar() -> Any:
+def _import_widget_bar() -> type | None:
     with warnings.catch_warnings():
         # tqdm warns where ipywidgets is missing; a line of text shows the same, so nothing is lost.
         warnings.simplefilter("ignore")
@@ -67,9 +68,26 @@ def _import_widget_bar() -> Any:
     if not issubclass(tqdm, tqdm_notebook):
         return None
 
-    class WidgetBar(tqdm):  # type: ignore[type-arg]  # generic only for type checkers
+    class WidgetBar(tqdm_notebook):  # type: ignore[type-arg]  # generic only for type checkers
         # One process draws: it needs no monitor thread.
         monitor_interval = 0
+
+        def refresh(
+            self, nolock: bool = False, lock_args: _LockArguments = None
+        ) -> None:
+            bar = self.container.children[1]
+            # The total changes between training and validation; a bar without a total is shown full.
+            bar.set_trait("max", self.total or 1)
+            # tqdm displays a bar that it was told to draw later, and has not displayed.
+            self.delay = 1e-9
+            super().refresh(nolock, lock_args)
+
+        def close(self) -> None:
+            if not self.leave:
+                # Hidden, not closed: a notebook that is saved and opened again would show an error in its place.
+                self.container.layout.set_trait("display", "none")
+            # tqdm's own `close` marks a bar red that is not full: a fit may stop inside an epoch.
+            self.disable = True
 
     return WidgetBar
 
