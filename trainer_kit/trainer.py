@@ -31,6 +31,7 @@ from trainer_kit.core.hooks import Callback
 from trainer_kit.core.lazy import other_names
 from trainer_kit.core.location import locate
 from trainer_kit.core.module import TrainModule
+from trainer_kit.core.notebook import html_table
 from trainer_kit.core.progress import DurationLike
 from trainer_kit.core.protocols import Logger
 from trainer_kit.core.types import (
@@ -45,6 +46,7 @@ from trainer_kit.hang.hang_timeout import chosen_timeout
 from trainer_kit.hang.hang_watchdog import hang_watchdog
 from trainer_kit.options.fp8 import launched_precision
 from trainer_kit.precision.precision import Precision
+from trainer_kit.report.history import History, InlineReport
 from trainer_kit.report.trainer_report import TrainerReport
 from trainer_kit.step.evaluate import Evaluation, evaluate, predict
 from trainer_kit.step.optimizer_kernels import check_optimizer_kernel
@@ -610,6 +612,63 @@ class Trainer(Session):
         if verbose:
             show_results(self, stage, results)
         return results
+
+    @property
+    def history(self) -> History:
+        """The logged values of the last fit as a table: one row for each step at which something was logged.
+
+        They are read from the journal in `run_dir`, so a step costs nothing, and a resumed run has the rows before its
+        restart too. Values of the last moments of a running fit may be missing.
+
+        Raises:
+            ConfigurationError: this Trainer has no logger, so there is no journal.
+
+        Example:
+            >>> import torch
+            >>> from trainer_kit.testing import TinyModule
+            >>> trainer = Trainer(max_steps=2, log_every_n_steps=1, accelerator="cpu", devices=1,
+            ...                   enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
+            >>> trainer.fit(TinyModule(), [torch.randn(4, 32)] * 2)
+            >>> [row["step"] for row in trainer.history]
+            [1, 2]
+        """
+        self._check_logs("history", "values are read from the journal of the run")
+        return History.read(self.run_dir)
+
+    @property
+    def report(self) -> InlineReport:
+        """The page of this run: its path, which a notebook shows as the page itself.
+
+        Raises:
+            ConfigurationError: this Trainer has no logger, so there is no page.
+        """
+        self._check_logs("report", "the page is written to the directory of the logs")
+        return InlineReport(self.run_dir)
+
+    def _check_logs(self, name: str, reason: str) -> None:
+        if not self.files.loggers:
+            raise ConfigurationError(
+                f"trainer.{name} needs a logger: {reason}",
+                found="a Trainer without a logger",
+                fix="Trainer(logger=True), the default",
+            )
+
+    def _repr_html_(self) -> str:
+        strategy = type(self.strategy).__name__
+        callbacks = [type(callback).__name__ for callback in self.callbacks]
+        loggers = [type(logger).__name__ for logger in self.loggers]
+        facts: dict[str, object] = {
+            "strategy": strategy,
+            "precision": self.precision,
+            "processes": self.world_size,
+            "callbacks": ", ".join(callbacks),
+            "loggers": ", ".join(loggers),
+            "epochs": self.current_epoch,
+            "steps": self.global_step,
+        }
+        for name, value in self.callback_metrics.items():
+            facts[name] = f"{float(value):.6g}"  # sync point
+        return html_table("Trainer", facts.items())
 
     @overload
     def explain(

@@ -37,6 +37,12 @@ CELLS = {
 trainer = tk.Trainer(max_epochs=400, max_steps=1502, **options)
 trainer.fit(Model(), data, data)
 """,
+    "history": """
+shown = [trainer, trainer.lightning_module, trainer.history, trainer.report, trainer.callbacks[0]]
+for each in shown:
+    display(each)
+assert len(trainer.history.to_pandas()) == len(trainer.history)
+""",
     "forked": """
 tk.Trainer(max_epochs=2, devices=2, strategy="ddp_notebook", **options).fit(Model(), data)
 """,
@@ -63,6 +69,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     client = nbclient.NotebookClient(
         notebook,
         timeout=200,
+        startup_timeout=200,
         resources={"metadata": {"path": str(directory)}},
     )
     return client.execute()
@@ -108,6 +115,17 @@ def test_a_fit_has_one_bar_between_its_summary_and_its_result(executed: Any) -> 
         ]["state"].values()
     ]
     assert "danger" not in styles, "a fit that stops inside an epoch has not failed"
+
+
+def test_objects_are_shown_as_html(executed: Any) -> None:
+    trainer, module, history, report, callback = [
+        output["data"]["text/html"] for output in outputs(executed, "history")
+    ]
+    assert "steps" in trainer
+    assert "Linear" in module
+    assert "val_loss" in history
+    assert report.startswith("<iframe sandbox=")
+    assert "refresh_rate" in callback
 
 
 def test_forked_processes_draw_a_line_of_text(executed: Any) -> None:

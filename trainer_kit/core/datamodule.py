@@ -17,6 +17,7 @@ from trainer_kit.core.hparams import (
     read_hparams,
 )
 from trainer_kit.core.lazy import other_names
+from trainer_kit.core.notebook import html_arguments
 from trainer_kit.core.protocols import TrainerLike
 from trainer_kit.core.registry import READERS
 from trainer_kit.core.signatures import check_names
@@ -57,6 +58,9 @@ class DataModule(DataHooks, HParamsMixin):
         super().__init_subclass__(**kwargs)
         # As of callbacks and modules: only names that look misspelled.
         check_names(cls, DataHooks)
+
+    def _repr_html_(self) -> str:
+        return html_arguments(self, dict(self.hparams))
 
     def state_dict(self) -> SavedState:
         """The state to save in checkpoints: plain data and tensors."""

@@ -32,6 +32,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from trainer_kit.core.arguments import with_typed_arguments
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.lazy import other_names
+from trainer_kit.core.notebook import html_arguments
 from trainer_kit.core.protocols import ModuleLike
 from trainer_kit.core.signatures import check_names
 from trainer_kit.core.tensors import move_to_device
@@ -156,6 +157,9 @@ class Callback:
         # Only names that look misspelled: a package may define callbacks that no Trainer gets (`check_hooks`).
         check_names(cls, Callback)
         with_typed_arguments(cls)
+
+    def _repr_html_(self) -> str:
+        return html_arguments(self)
 
     @property
     def state_key(self) -> str:

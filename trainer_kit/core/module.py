@@ -21,6 +21,7 @@ from trainer_kit.core.hparams import (
     read_hparams,
 )
 from trainer_kit.core.lazy import other_names
+from trainer_kit.core.notebook import html_table
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import TrainerLike
 from trainer_kit.core.registry import READERS
@@ -93,6 +94,13 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         super().__init__(*args, **kwargs)
         # Set in __dict__, without nn.Module.__setattr__, which is slow: it is never a parameter.
         self.__dict__["_trainer"] = None
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for name, child in self.named_children():
+            count = sum(map(Tensor.numel, child.parameters()))
+            rows.append((name, type(child).__name__, f"{count:,}"))
+        return html_table(type(self).__name__, rows, ["Name", "Type", "Params"])
 
     # -- what users define ---------------------------------------------------------------------------------------
 

@@ -6,12 +6,17 @@ import builtins
 import multiprocessing
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from html import escape
+from inspect import signature
+from types import MappingProxyType
 from typing import Final, TextIO, TypeAlias
 
+from trainer_kit.core.display import mask_secrets
+
 __all__ = [
+    "html_arguments",
     "html_page",
     "html_table",
     "in_notebook",
@@ -78,7 +83,7 @@ def _import_widget_bar() -> type | None:
             bar = self.container.children[1]
             # The total changes between training and validation; a bar without a total is shown full.
             bar.set_trait("max", self.total or 1)
-            # tqdm displays a bar that it was told to draw later, and has not displayed.
+            # Without a delay tqdm would take the bar for one that its constructor has displayed.
             self.delay = 1e-9
             super().refresh(nolock, lock_args)
 
@@ -124,6 +129,30 @@ def _cell(tag: str, value: object) -> str:
     if len(text) > _LONGEST_CELL:
         text = f"{text[:_LONGEST_CELL]}…"
     return f"<{tag} {_CELL}>{escape(text)}</{tag}>"
+
+
+def html_arguments(
+    instance: object, hparams: Mapping[str, object] = MappingProxyType({})
+) -> str:
+    """The table of an object: the arguments of its class, with the values that the object has for them.
+
+    Args:
+        instance: its attributes have the names of the arguments, or these with an underscore before them.
+        hparams: values of arguments that are no attributes.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> html_arguments(SimpleNamespace())
+        '<table><caption ...>SimpleNamespace</b></caption></table>'
+    """
+    values = {**hparams, **vars(instance)}
+    rows = []
+    for name in signature(type(instance)).parameters:
+        for attribute in (name, f"_{name}"):
+            if attribute in values:
+                rows.append((name, mask_secrets(values[attribute], name)))
+                break
+    return html_table(type(instance).__name__, rows)
 
 
 def html_page(page: str, height: int = 600) -> str:

@@ -13,6 +13,7 @@ from typing import Final, final
 
 from trainer_kit.core.atomic_files import replace_file
 from trainer_kit.core.display import in_units, plural
+from trainer_kit.core.notebook import html_page
 from trainer_kit.planning.estimate import Estimate, inner_ranks, step_samples
 from trainer_kit.planning.records import CATEGORIES, Candidate, Measured
 from trainer_kit.planning.search import Question, Row
@@ -156,6 +157,9 @@ class Plan:
             # Atomically: a page that a browser reloads is never half of one.
             replace_file(Path(path), page.encode())
         return page
+
+    def _repr_html_(self) -> str:
+        return html_page(self.to_html())
 
     def __str__(self) -> str:
         return _text(self)

@@ -12,6 +12,7 @@ from trainer_kit.core.lazy import lazy_names, locate_names
 
 _HOMES: Final = {
     "collect": "RunDirectory find_runs",
+    "history": "History InlineReport",
     "page": "REPORT write_report",
     "running": "RunReport",
     "trainer_report": "TrainerReport",

@@ -61,7 +61,7 @@ class _Series:
         # Arrays, not lists: a week's run has millions of values, and a list takes four times the memory.
         self.steps = array("d")
         self.times = array("d")
-        self.values = array("f")
+        self.values = array("d")
         self.samples = array("d")
         self.tokens = array("d")
 
@@ -237,6 +237,15 @@ class RunDirectory:
     def finished(self) -> bool:
         """Whether no fit is running in the directory, according to its events."""
         return _status(_completed_events(self._fits[-1])) != "running"
+
+    def values(self) -> dict[str, tuple[_Floats, _Floats]]:
+        """The steps and the values of the last fit by name, at most about `MOST_POINTS` of each."""
+        columns = {}
+        for name, series in self._fits[-1].series.items():
+            values = np.array(series.values)
+            selected = thinned(values.astype(np.float32))
+            columns[name] = (np.array(series.steps)[selected], values[selected])
+        return columns
 
     def described(self) -> list[JsonObject]:
         """Return the data of the page, one entry per fit: plain data, arrays as base64."""

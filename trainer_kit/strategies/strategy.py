@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from trainer_kit.core.arguments import with_typed_arguments
 from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import PrecisionError, StrategyError
+from trainer_kit.core.notebook import html_arguments
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import Group, MicroSteps
 from trainer_kit.core.state_names import plain_state
@@ -141,6 +142,9 @@ class Strategy(ABC):
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
+
+    def _repr_html_(self) -> str:
+        return html_arguments(self)
 
     def use_device(self, device: torch.device) -> None:
         """Compute on this device; called before `start`."""

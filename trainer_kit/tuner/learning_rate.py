@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.module import TrainModule
+from trainer_kit.core.notebook import html_table
 from trainer_kit.core.types import DataModuleLike, Loaders
 from trainer_kit.step.run import Fit
 from trainer_kit.training.on_processes import on_processes
@@ -106,6 +107,9 @@ class LearningRates:
                 fix=did_you_mean(method, methods),
             )
         return self.suggestions(skip_begin, skip_end).get(method)
+
+    def _repr_html_(self) -> str:
+        return html_table("Suggested learning rates", self.suggestions().items())
 
     def needed(self) -> float:
         """`suggestion`, or an error if there is none.

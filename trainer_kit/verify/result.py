@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, final
 
 from trainer_kit.core.display import plural
+from trainer_kit.core.notebook import html_table
 from trainer_kit.core.types import JsonObject
 from trainer_kit.verify.compare import Finding, Point
 
@@ -101,6 +102,11 @@ class Verification:
             "findings": [vars(finding) for finding in self.findings],
             "curve": curve,
         }
+
+    def _repr_html_(self) -> str:
+        rows = [(check.status, check.name, check.text) for check in self.checks]
+        title = f"{self.configuration}: {self._summary()}"
+        return html_table(title, rows, ["Status", "What", "Result"])
 
     def __str__(self) -> str:
         width = max((len(check.name) for check in self.checks), default=0)
