@@ -31,7 +31,6 @@ from trainer_kit.core.hooks import Callback
 from trainer_kit.core.lazy import other_names
 from trainer_kit.core.location import locate
 from trainer_kit.core.module import TrainModule
-from trainer_kit.core.notebook import html_table
 from trainer_kit.core.progress import DurationLike
 from trainer_kit.core.protocols import Logger
 from trainer_kit.core.types import (
@@ -46,7 +45,7 @@ from trainer_kit.hang.hang_timeout import chosen_timeout
 from trainer_kit.hang.hang_watchdog import hang_watchdog
 from trainer_kit.options.fp8 import launched_precision
 from trainer_kit.precision.precision import Precision
-from trainer_kit.report.history import History, InlineReport
+from trainer_kit.report.history import History, InlineReport, trainer_table
 from trainer_kit.report.trainer_report import TrainerReport
 from trainer_kit.step.evaluate import Evaluation, evaluate, predict
 from trainer_kit.step.optimizer_kernels import check_optimizer_kernel
@@ -632,8 +631,7 @@ class Trainer(Session):
             >>> [row["step"] for row in trainer.history]
             [1, 2]
         """
-        self._check_logs("history", "values are read from the journal of the run")
-        return History.read(self.run_dir)
+        return History.of(self)
 
     @property
     def report(self) -> InlineReport:
@@ -642,33 +640,10 @@ class Trainer(Session):
         Raises:
             ConfigurationError: this Trainer has no logger, so there is no page.
         """
-        self._check_logs("report", "the page is written to the directory of the logs")
-        return InlineReport(self.run_dir)
-
-    def _check_logs(self, name: str, reason: str) -> None:
-        if not self.files.loggers:
-            raise ConfigurationError(
-                f"trainer.{name} needs a logger: {reason}",
-                found="a Trainer without a logger",
-                fix="Trainer(logger=True), the default",
-            )
+        return InlineReport.of(self)
 
     def _repr_html_(self) -> str:
-        strategy = type(self.strategy).__name__
-        callbacks = [type(callback).__name__ for callback in self.callbacks]
-        loggers = [type(logger).__name__ for logger in self.loggers]
-        facts: dict[str, object] = {
-            "strategy": strategy,
-            "precision": self.precision,
-            "processes": self.world_size,
-            "callbacks": ", ".join(callbacks),
-            "loggers": ", ".join(loggers),
-            "epochs": self.current_epoch,
-            "steps": self.global_step,
-        }
-        for name, value in self.callback_metrics.items():
-            facts[name] = f"{float(value):.6g}"  # sync point
-        return html_table("Trainer", facts.items())
+        return trainer_table(self)
 
     @overload
     def explain(

@@ -109,7 +109,7 @@ def html_table(
 
     Example:
         >>> html_table("Fit", [("steps", 3)])
-        '<table><caption ...>Fit</caption><tr><th ...>steps</th><td ...>3</td></tr></table>'
+        '<table><caption ...><b>Fit</b></caption><tr><th ...>steps</th><td ...>3</td></tr></table>'
     """
     caption = f'<caption style="text-align:left"><b>{escape(title)}</b></caption>'
     lines = []
@@ -141,9 +141,11 @@ def html_arguments(
         hparams: values of arguments that are no attributes.
 
     Example:
-        >>> from types import SimpleNamespace
-        >>> html_arguments(SimpleNamespace())
-        '<table><caption ...>SimpleNamespace</b></caption></table>'
+        >>> class Every:
+        ...     def __init__(self, steps=3):
+        ...         self._steps = steps
+        >>> html_arguments(Every())
+        '<table><caption ...><b>Every</b></caption><tr><th ...>steps</th><td ...>3</td></tr></table>'
     """
     values = {**hparams, **vars(instance)}
     rows = []

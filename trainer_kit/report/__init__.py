@@ -12,7 +12,7 @@ from trainer_kit.core.lazy import lazy_names, locate_names
 
 _HOMES: Final = {
     "collect": "RunDirectory find_runs",
-    "history": "History InlineReport",
+    "history": "History InlineReport trainer_table",
     "page": "REPORT write_report",
     "running": "RunReport",
     "trainer_report": "TrainerReport",

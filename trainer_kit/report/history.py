@@ -15,12 +15,13 @@ from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.notebook import html_page, html_table
 from trainer_kit.report.collect import RunDirectory
 from trainer_kit.state.records import REPORT
+from trainer_kit.training.session import Session
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from pandas import DataFrame
 
-__all__ = ["History", "InlineReport"]
+__all__ = ["History", "InlineReport", "trainer_table"]
 
 _SHOWN_ROWS: Final = 10
 _Row: TypeAlias = dict[str, float]
@@ -73,6 +74,16 @@ class History:
             is_logged = np.zeros(count, bool)
             is_logged[rows] = True
             self._is_logged[name] = is_logged
+
+    @staticmethod
+    def of(trainer: Session) -> History:
+        """The values of a Trainer's last fit.
+
+        Raises:
+            ConfigurationError: the Trainer has no logger, so there is no journal.
+        """
+        _check_logs(trainer, "history", "values are read from the journal of the run")
+        return History.read(trainer.run_dir)
 
     @staticmethod
     def read(directory: str | os.PathLike[str]) -> History:
@@ -215,6 +226,16 @@ class InlineReport:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.path = Path(directory) / REPORT
 
+    @staticmethod
+    def of(trainer: Session) -> InlineReport:
+        """The page of a Trainer's run.
+
+        Raises:
+            ConfigurationError: the Trainer has no logger, so there is no page.
+        """
+        _check_logs(trainer, "report", "the page is in the directory of the logs")
+        return InlineReport(trainer.run_dir)
+
     def __fspath__(self) -> str:
         return str(self.path)
 
@@ -225,3 +246,31 @@ class InlineReport:
         if not self.path.exists():
             return html_table("Report", [("not written yet", self.path)])
         return html_page(self.path.read_text(encoding="utf-8"))
+
+
+def _check_logs(trainer: Session, name: str, reason: str) -> None:
+    if not trainer.files.loggers:
+        raise ConfigurationError(
+            f"trainer.{name} needs a logger: {reason}",
+            found="a Trainer without a logger",
+            fix="Trainer(logger=True), the default",
+        )
+
+
+def trainer_table(trainer: Session) -> str:
+    """The parts, counts and values of a Trainer, as a small table of HTML."""
+    strategy = type(trainer.strategy).__name__
+    callbacks = [type(callback).__name__ for callback in trainer.callbacks]
+    loggers = [type(logger).__name__ for logger in trainer.loggers]
+    facts: dict[str, object] = {
+        "strategy": strategy,
+        "precision": trainer.precision,
+        "processes": trainer.world_size,
+        "callbacks": ", ".join(callbacks),
+        "loggers": ", ".join(loggers),
+        "epochs": trainer.current_epoch,
+        "steps": trainer.global_step,
+    }
+    for name, value in trainer.callback_metrics.items():
+        facts[name] = f"{float(value):.6g}"  # sync point
+    return html_table("Trainer", facts.items())
