@@ -45,8 +45,7 @@ from trainer_kit.hang.hang_timeout import chosen_timeout
 from trainer_kit.hang.hang_watchdog import hang_watchdog
 from trainer_kit.options.fp8 import launched_precision
 from trainer_kit.precision.precision import Precision
-from trainer_kit.report.history import History, InlineReport, trainer_table
-from trainer_kit.report.trainer_report import TrainerReport
+from trainer_kit.report import History, InlineReport, TrainerReport, trainer_table
 from trainer_kit.step.evaluate import Evaluation, evaluate, predict
 from trainer_kit.step.optimizer_kernels import check_optimizer_kernel
 from trainer_kit.step.requests import listening
@@ -362,8 +361,7 @@ class Trainer(Session):
                 fix="leave process_group out, or use Fabric(strategy=...) and a custom training loop",
             )
         writes_nothing = bool(barebones or settings.fast)
-        if default_root_dir is None or default_root_dir == "":
-            default_root_dir = os.getcwd()
+        default_root_dir = default_root_dir or os.getcwd()
         root = str(locate(default_root_dir))
         precision_plugin = choose_precision(
             launched_precision(precision), plugins, training_strategy
@@ -631,7 +629,7 @@ class Trainer(Session):
             >>> [row["step"] for row in trainer.history]
             [1, 2]
         """
-        return History.of(self)
+        return History.read_fit(self)
 
     @property
     def report(self) -> InlineReport:
@@ -640,10 +638,9 @@ class Trainer(Session):
         Raises:
             ConfigurationError: this Trainer has no logger, so there is no page.
         """
-        return InlineReport.of(self)
+        return InlineReport.locate(self)
 
-    def _repr_html_(self) -> str:
-        return trainer_table(self)
+    _repr_html_ = trainer_table
 
     @overload
     def explain(

@@ -76,7 +76,7 @@ class History:
             self._is_logged[name] = is_logged
 
     @staticmethod
-    def of(trainer: Session) -> History:
+    def read_fit(trainer: Session) -> History:
         """The values of a Trainer's last fit.
 
         Raises:
@@ -227,7 +227,7 @@ class InlineReport:
         self.path = Path(directory) / REPORT
 
     @staticmethod
-    def of(trainer: Session) -> InlineReport:
+    def locate(trainer: Session) -> InlineReport:
         """The page of a Trainer's run.
 
         Raises:
