@@ -573,8 +573,7 @@ class Trainer(Session):
             # For callbacks that have written the predictions: without this, all outputs would stay in memory.
             return None
         if len(outputs) == 1:
-            results: list[StepOutput] = outputs[0]
-            return results
+            return outputs[0]
         return outputs
 
     def _evaluate(

@@ -693,7 +693,9 @@ def _drawn_bar(progress_bar: TQDMProgressBar, kind: str) -> Any:
     """tqdm's bar of an entry point; inside a fit, validation has one where ``init_validation_tqdm`` is overridden."""
     if kind in progress_bar._bars:
         return progress_bar._bars[kind]
-    prefix = "val" if kind == "validation" else kind
+    prefix = kind
+    if kind == "validation":
+        prefix = "val"
     raise ConfigurationError(
         f"{type(progress_bar).__name__} has drawn no {prefix}_progress_bar",
         found="no such entry point, or output that is not a terminal, where lines are printed",
