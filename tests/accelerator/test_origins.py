@@ -104,7 +104,7 @@ def test_an_option_in_the_script_does_not_replace_the_launchers_engine(
         "cpu_offload": False, "activation_checkpointing_policy": True, "auto_wrap_policy": 10
     }  # fmt: skip
     mesh = strategy(parallelism_config=tk.ParallelismConfig(dp_shard_size=4))
-    assert (mesh.name, mesh._fsdp, mesh._checkpointing_policy) == (
+    assert (mesh.name, mesh._sharding_options, mesh._checkpointing_policy) == (
         "mesh",
         {"cpu_offload": True},
         True,
@@ -118,7 +118,7 @@ def test_an_option_in_the_script_does_not_replace_the_launchers_engine(
             2,
             timedelta(seconds=77),
         )
-        assert made._fsdp["cpu_offload"] is not bool(asked)
+        assert made._sharding_options["cpu_offload"] is not bool(asked)
     for engine in ("DEEPSPEED", "MEGATRON_LM"):
         monkeypatch.setenv("TRAINER_KIT_DISTRIBUTED_TYPE", engine)
         with pytest.raises(

@@ -152,13 +152,15 @@ class MeshStrategy(Strategy):
         # One device recomputes activations for this strategy only.
         self.needs_processes = activation_checkpointing_policy is False
         # Several strategies are made with them.
-        self._fsdp = {name: read_again(value) for name, value in (fsdp or {}).items()}
+        fsdp = {name: read_again(value) for name, value in (fsdp or {}).items()}
         self.fsdp_options: dict[str, Any] = {
-            **self._fsdp,
+            **fsdp,
             "activation_checkpointing_policy": activation_checkpointing_policy,
         }
         """The arguments of FSDP, for the axes that it shards over."""
-        self._offloads_activations = bool(self._fsdp.pop("offload_activations", False))
+        self._offloads_activations = bool(fsdp.pop("offload_activations", False))
+        # Of each `FSDPStrategy` that is made here: this strategy itself offloads and recomputes activations.
+        self._sharding_options = fsdp
         if self._offloads_activations and activation_checkpointing_policy is False:
             raise StrategyError(
                 "activation offload needs activation checkpointing",
@@ -166,7 +168,7 @@ class MeshStrategy(Strategy):
                 fix="activation_checkpointing_policy=True, or the modules",
             )
         # Unknown options are errors here, not in `start`, where all processes would raise them.
-        FSDPStrategy(self.device, **self._fsdp)
+        FSDPStrategy(self.device, **self._sharding_options)
         check_timeout(timeout, "MeshStrategy")
         self.backend = process_group_backend
         self.timeout = timeout
@@ -197,7 +199,7 @@ class MeshStrategy(Strategy):
         if was_started:
             return
         sizes = self.places(self.world.size)
-        check_options(sizes, self._fsdp)
+        check_options(sizes, self._sharding_options)
         # Groups hold threads and sockets until the process ends, so later fits with these sizes reuse them.
         self.groups: MeshGroups = once_per_world(
             (str(self.device), *sizes.items()), lambda: MeshGroups(self.device, sizes)
@@ -212,25 +214,27 @@ class MeshStrategy(Strategy):
         self.sharded = self.world.size > 1  # a single rank has all parameters
         # A forward gathers parameters that are sharded over the data axes.
         self.lockstep = self.losses.size > 1
-        # `losses` are the ranks whose losses are weighted together: all data and context ranks of this mesh. One rank
-        # has nothing to shard over them.
-        # FSDP is not started: this strategy has joined the world, and gives it a part of the mesh.
+        # Weights are sharded over the ranks whose losses are weighted together, the data and context ranks; a single
+        # one has nothing to shard. FSDP is not started: this strategy has joined the world, and gives it a part of the
+        # mesh.
         if self.losses.size > 1:
             mesh = self.groups.data_mesh
-            self._shards = FSDPStrategy(self.device, device_mesh=mesh, **self._fsdp)
+            self._shards = FSDPStrategy(
+                self.device, device_mesh=mesh, **self._sharding_options
+            )
             self._shards.use_group(self.losses, mesh)
         self._data_strategy = self._shards or SingleDeviceStrategy(self.device)
         if sizes["pp"] > 1:
             self.pipeline = Pipeline(
-                self.groups.stages, self.world, self.device, self.schedule
+                self.groups.stage_group, self.world, self.device, self.schedule
             )
             self.reporter = self.pipeline.reporter
             self.why_not_again = "each rank of a pipeline has other parameters"
             self._data_strategy = StagedStrategy(
                 self.pipeline, self.groups, self._shards
             )
-            # `StagedStrategy.forward_backward` sets the random numbers instead: within an epoch each stage has its own
-            # seed, so that dropout differs between stages as between layers.
+            # `StagedStrategy.forward_backward` makes generators equal instead, over the stages once an epoch: their
+            # layers draw from a seed for each stage, so that dropout differs between stages as between layers.
             self._equal_rng_groups = []
 
     def places(self, processes: int) -> dict[str, int]:
@@ -481,7 +485,7 @@ class MeshStrategy(Strategy):
         # The norm is over all stages, and counts a parameter that several stages share once.
         repeated = self.pipeline.ties.repeated
         return clip_sharded_gradients(
-            parameters, value, algorithm, norm_type, self.groups.stages, repeated
+            parameters, value, algorithm, norm_type, self.groups.stage_group, repeated
         )
 
     # -- state ---------------------------------------------------------------------------------------------------
@@ -520,7 +524,9 @@ class MeshStrategy(Strategy):
         sizes = self.places(ranks)
         data_ranks = sizes["dp_replicate"] * sizes["dp_shard"] * sizes["cp"]
         # Also before `start`: explain() and the planner ask for costs without processes.
-        fsdp = FSDPStrategy(device_mesh=self._data_shape(sizes), **self._fsdp)
+        fsdp = FSDPStrategy(
+            device_mesh=self._data_shape(sizes), **self._sharding_options
+        )
         data_costs = fsdp.costs(module, precision, data_ranks)
         axis_layouts, exchanges = _costs_of_model_axes(sizes)
         layouts = [format_axes(sizes), *axis_layouts]

@@ -204,7 +204,7 @@ class MeshGroups:
         model_axes = [axis for axis in ("tp", "cp", "pp") if sizes[axis] > 1]
         self.same = {axis: self._group_along(axis) for axis in model_axes}
         # Also where it has one rank: groups are created by all processes, in the same order.
-        self.stages = self._group_along("pp")
+        self.stage_group = self._group_along("pp")
         self.reports = self.losses
         if sizes["pp"] > 1:
             self.reports = self._group_over(["pp", *loss_axes])

@@ -166,7 +166,7 @@ class StagedStrategy(Strategy):
         if has_compiled_function(method):
             raise StrategyError(
                 "no stage of a pipeline has a whole step to compile",
-                found=f"pp={self.groups.stages.size}",
+                found=f"pp={self.groups.stage_group.size}",
                 fix='use compile={"regional": True}, which compiles each block of a stage',
             )
         if several:
@@ -204,7 +204,7 @@ class StagedStrategy(Strategy):
         """Run a window as one schedule; then average the gradients that FSDP2 does not reduce."""
         # Hooks may have drawn random numbers on one rank only.
         groups = dict(self.groups.same)
-        # Within an epoch the stages draw from their own seeds.
+        # Within an epoch the stages may differ: in each window `Pipeline` draws a seed for each of them.
         if self._has_run_window and micro.first != 0:
             del groups["pp"]
         agree_on_rng(list(groups.values()), self.pipeline.device)
@@ -230,7 +230,7 @@ class StagedStrategy(Strategy):
         gradients: list[Tensor] = []
         for stage in self.pipeline.stages:
             gradients += [p.grad for p in stage.parameters() if p.grad is not None]
-        spread_overflow(gradients, self.groups.stages.group)
+        spread_overflow(gradients, self.groups.stage_group.group)
 
     def held_elsewhere(self, module: nn.Module) -> Collection[str]:
         """The names in the state that only other stages have."""
