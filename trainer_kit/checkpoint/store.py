@@ -1,9 +1,9 @@
 """A directory of checkpoints: list them, name them ``last`` and ``best``, and set damaged ones aside.
 
-The order of checkpoints is `commit_order`: by the number that each manifest got at its commit, or by the time of the
-directory where the manifest cannot be read. The index (``index.json``) only gives names: a resume tries its ``last``
-first (`candidates`), and takes the first sound one (`newest_verified`), which need not be the newest commit. The index
-can be lost at any time: without it the newest commit is ``last``.
+The order of checkpoints is `commit_order`: by the number that each manifest got at its commit (its time in
+microseconds), or by the time of the directory where the manifest cannot be read. The index (``index.json``) only gives
+names: a resume tries its ``last`` first (`candidates`), and takes the first sound one (`newest_verified`), which need
+not be the newest commit. The index can be lost at any time: without it the newest commit is ``last``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import PurePosixPath
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 from trainer_kit.checkpoint.commit import clean_incomplete
 from trainer_kit.checkpoint.files import named_failure, read_file
@@ -350,11 +350,13 @@ def candidates(
         weights_only: set[Location] = set()
         # Else the manifests need not be read.
         if resumable_first or run_id is not None:
-            contents = {path: _run_and_kind(path) for path in paths}
-            weights_only = {path for path in paths if not contents[path][1]}
+            contents = {path: _contents(path) for path in paths}
+            weights_only = {path for path in paths if not contents[path].is_resumable}
             if run_id is not None:
                 paths = [
-                    path for path in paths if contents[path][0] in (run_id, _ANY_RUN)
+                    path
+                    for path in paths
+                    if contents[path].run_id in (run_id, _ANY_RUN)
                 ]
         paths.sort(key=commit_order, reverse=True)
     # The index's `last` first: the run that wrote it chose it. Sorting is stable, so the others stay in their order.
@@ -535,18 +537,29 @@ def _rebuild_index(root: Location, sound: list[Location]) -> None:
         mark(root, **names)
 
 
-def _run_and_kind(path: Location) -> tuple[object, bool]:
-    """Return the run that wrote a checkpoint, and whether a run can resume from it: it holds more than weights."""
+class _Contents(NamedTuple):
+    """What decides whether a run may resume from a checkpoint.
+
+    Attributes:
+        run_id: of the run that wrote it; `_ANY_RUN` where that cannot be read.
+        is_resumable: whether it holds more than weights.
+    """
+
+    run_id: object
+    is_resumable: bool
+
+
+def _contents(path: Location) -> _Contents:
     try:
         manifest = read_manifest(path)
     except CheckpointError:
         # Unknown: it may be the newest of any run, so the caller must see the damage.
-        return _ANY_RUN, True
+        return _Contents(_ANY_RUN, is_resumable=True)
     info = manifest.get("info")
     run_id = None
     if isinstance(info, dict):
         run_id = info.get("run")
-    return run_id, "progress" in manifest["parts"]
+    return _Contents(run_id, is_resumable="progress" in manifest["parts"])
 
 
 def _damage(path: Location) -> CheckpointError | None:

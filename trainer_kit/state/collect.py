@@ -243,10 +243,10 @@ def _add_user_state(
     datamodule: DataModule | None,
 ) -> None:
     """Add the state of the user's objects, and that of every rank. Every rank must call it."""
-    swapped_out: dict[str, Tensor] = {}
+    lent_weights: dict[str, Tensor] = {}
     for callback in callbacks:
         # While averages are swapped in, the live buffers are with the callback.
-        swapped_out.update(callback.lent_weights)
+        lent_weights.update(callback.lent_weights)
 
     def collect_content() -> _RankContent:
         state.update(_user_state(run, callbacks, datamodule))
@@ -258,7 +258,7 @@ def _add_user_state(
         )
 
     ranks = collect_rank_states(
-        run.strategy.world, run.strategy, [run.module], collect_content, swapped_out
+        run.strategy.world, run.strategy, [run.module], collect_content, lent_weights
     )
     contents = ranks.contents
     state["rng"] = ranks.rng

@@ -75,7 +75,7 @@ def collect_rank_states(
     strategy: Strategy,
     modules: Sequence[nn.Module],
     collect_content: Callable[[], _Content],
-    swapped_out: Mapping[str, Tensor] | None = None,
+    lent_weights: Mapping[str, Tensor] | None = None,
 ) -> RankStates[_Content]:
     """Collect what each rank has of its own. Every rank must call it.
 
@@ -86,14 +86,14 @@ def collect_rank_states(
         strategy: under which the modules are trained.
         modules: whose buffers are collected.
         collect_content: returns the state of the user's objects on this rank.
-        swapped_out: by name, live tensors that are currently swapped out of the module (for example for EMA).
+        lent_weights: by name, live tensors that are currently swapped out of the module (for example for EMA).
     """
     local_buffers: list[RankBuffers] = []
 
     def collect_entry() -> _RankEntry[_Content]:
         # Appended rather than returned: what a rank returns is sent to all others.
         local_buffers.append(
-            [_rank_buffers(strategy, module, swapped_out) for module in modules]
+            [_rank_buffers(strategy, module, lent_weights) for module in modules]
         )
         content = collect_content()
         # Last: the user's objects may have drawn numbers for their states.
@@ -128,25 +128,25 @@ def by_rank(numbered: Sequence[tuple[int, _Content]]) -> list[_Content]:
 def _rank_buffers(
     strategy: Strategy,
     module: nn.Module,
-    lent: Mapping[str, Tensor] | None,
+    lent_weights: Mapping[str, Tensor] | None,
 ) -> dict[str, Tensor]:
     """The buffers of this rank that rank 0's ``state_dict`` does not have, on the CPU, to be sent.
 
     Args:
         strategy: under which the module is trained.
         module: whose buffers.
-        lent: by name, live tensors that are currently swapped out of the module (for example for EMA).
+        lent_weights: by name, live tensors that are currently swapped out of the module (for example for EMA).
     """
     # Rank 0's buffers are in its state_dict; without buffers of their own all ranks hold the same.
     if strategy.world.rank == 0 or not strategy.own_buffers:
         return {}
     persistent = plain_state(module)
-    live = lent or {}
+    lent_weights = lent_weights or {}
     buffers: dict[str, Tensor] = {}
     for module_name, buffer in module.named_buffers(remove_duplicate=False):
         name = state_name(module_name)
         if name in persistent:
-            tensor = live.get(name, buffer)
+            tensor = lent_weights.get(name, buffer)
             buffers[name] = tensor.detach().cpu()  # sync point: a checkpoint
     return buffers
 

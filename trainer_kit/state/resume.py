@@ -5,7 +5,8 @@ Which checkpoint is the newest is decided in three stages, all on rank 0:
 1. The directories: of the continued run by its record, and of the checkpoint callbacks, else of the run itself.
 2. In each directory the first sound one of `candidates` (`newest_verified`): its index's ``last``, then the others by
    order of commit. The index's ``last`` is usually the newest commit, and counts also where it is not.
-3. Among those of several directories the one that was committed last (`commit_order`).
+3. Among those of several directories the one that was committed last (`commit_order`): the numbers of commits are times
+   in microseconds, so they compare between directories.
 
 Neither names, steps nor times of files take part, with two exceptions: checkpoints of versions that had no commit
 numbers, and those whose manifest cannot be read, which the time of their directory places among the others.
@@ -71,6 +72,7 @@ from trainer_kit.strategies.strategy import Strategy
 __all__ = [
     "Search",
     "Source",
+    "StartingPoint",
     "compare_hparams",
     "holds_weights",
     "load_weights",
@@ -108,6 +110,31 @@ def resolve_source(path: Location) -> Source:
 
 @final
 @dataclass(frozen=True)
+class StartingPoint:
+    """Where a fit begins.
+
+    Attributes:
+        source: the checkpoint; None: the fit starts without one.
+        weights_only: whether only its weights count.
+        line: what to print once it is restored, with ``{step}`` for its step.
+    """
+
+    source: Source | None
+    weights_only: bool
+    line: str = ""
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the fit continues at the step of the checkpoint."""
+        return self.source is not None and not self.weights_only
+
+    def line_at(self, step: int) -> str:
+        """The line, with the step of the restored state."""
+        return self.line.replace("{step}", str(step), 1)
+
+
+@final
+@dataclass(frozen=True)
 class Search:
     """Finds the checkpoint at which an entry point starts.
 
@@ -128,7 +155,7 @@ class Search:
         ckpt_path: str | os.PathLike[str] | None,
         weights_only: bool,
         removed: list[str],
-    ) -> tuple[Source | None, bool, str]:
+    ) -> StartingPoint:
         """Where a fit begins: at the newest checkpoint of the run that it continues, else where the user says.
 
         Args:
@@ -136,9 +163,7 @@ class Search:
             weights_only: likewise.
             removed: names of incomplete saves that were discarded.
 
-        Returns:
-            A checkpoint or None; whether only its weights count; and the line to print once the step is known, which
-            replaces ``{step}`` in it. A line that needs no step is printed here.
+        A line for a fit without a checkpoint is printed here.
         """
         files = self.files
         # The run's own checkpoints count more than `ckpt_path`, which the same command passed when it started the run.
@@ -146,15 +171,17 @@ class Search:
             resumed = self._resume_run(files.continued, removed)
             if resumed is not None:
                 path, line = resumed
-                return self._resolve(path), False, line
+                return StartingPoint(self._resolve(path), False, line)
         elif files.resume == "auto" and files.records:
             self._report_new_run()
         start = self.find(ckpt_path, resumable_first=not weights_only)
-        if start is None:  # nothing is loaded, and the line is not printed
-            return None, weights_only, ""
+        if start is None:
+            return StartingPoint(None, weights_only)
         if weights_only:
-            return start, True, f"starting from the weights in {start.path}"
-        return start, False, f"resuming from step {{step}} ({start.path})"
+            line = f"starting from the weights in {start.path}"
+        else:
+            line = f"resuming from step {{step}} ({start.path})"
+        return StartingPoint(start, weights_only, line)
 
     def _resolve(self, path: Location) -> Source:
         return fail_together(self.world, lambda: resolve_source(path))
@@ -197,7 +224,7 @@ class Search:
 
     def _newest_of_run(self, run_id: str) -> Location | None:
         recorded = self.files.recorded_directories(self.callbacks)
-        return self._newest_verified(
+        return self._take_newest_sound(
             distinct([*recorded, *self._directories()]), run_id
         )
 
@@ -261,7 +288,9 @@ class Search:
         directories = self._directories()
         newest = on_rank_zero(
             self.world,
-            lambda: self._newest_verified(directories, resumable_first=resumable_first),
+            lambda: self._take_newest_sound(
+                directories, resumable_first=resumable_first
+            ),
         )
         if newest is not None:
             return newest
@@ -311,13 +340,15 @@ class Search:
             named.append(absolute(self.files.checkpoint_dir))
         return list(dict.fromkeys(named))
 
-    def _newest_verified(
+    def _take_newest_sound(
         self,
         directories: list[Location],
         run_id: str | None = None,
         resumable_first: bool = False,
     ) -> Location | None:
-        """The newest sound checkpoint of these directories. Damaged newer checkpoints are named; a fit sets them aside.
+        """Choose the newest sound checkpoint of these directories, and print which newer ones are damaged.
+
+        A fit also discards incomplete saves there, and sets the damaged checkpoints aside.
 
         Args:
             directories: where to look.

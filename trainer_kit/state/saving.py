@@ -53,6 +53,8 @@ _SLOW: Final = 60.0
 """Seconds after which a line reports that a save is still under way."""
 _PATIENCE: Final = 2.0
 """Seconds that training waits for a save before a line reports it."""
+_GrantedRequests = list[tuple[str, CheckpointRequest | None]]
+"""Each with the path of its checkpoint, as in `step.run.Save`."""
 
 
 def save_requested(
@@ -124,32 +126,44 @@ def check_named_requests(counts: Sequence[float]) -> None:
 def _next_save(run: Fit, last: bool) -> Save:
     """The save of the requests that are pending at this step: rank 0 chooses the paths for all ranks."""
     requests = [request for _, request in run.requests.checkpoints]
-    named_requests = [request for request in requests if request is not None]
-    targets = _agree_on_targets(run, requests, len(named_requests))
+    targets = _agree_on_targets(run, requests)
     paths: dict[str, bool] = {}
     for target in targets:
         # A path that is also requested with the whole state gets the whole state.
-        paths[target.path] = target.weights_only and paths.get(target.path, True)
-    save = Save(run.progress.step, [], paths, last=last)
+        weights_only = paths.get(target.path, True)
+        paths[target.path] = weights_only and target.weights_only
+    granted = _grant(requests, targets)
+    step = run.progress.step
+    return Save(step, granted, paths, last=last)
+
+
+def _grant(
+    requests: Sequence[CheckpointRequest | None], targets: Sequence[_Target]
+) -> _GrantedRequests:
+    """The requests of this rank that a save grants, each with the path of its checkpoint."""
+    granted: _GrantedRequests = []
+    named_targets = [target for target in targets if target.is_named]
+    named_requests = [request for request in requests if request is not None]
     # Every rank makes its requests with a path in the same order, so they belong to rank 0's in that order.
-    remaining = iter(named_requests)
-    for target in targets:
-        if target.is_named:
-            save.requests.append((target.path, next(remaining)))
-        elif None in requests:
-            save.requests.append((target.path, None))
-    return save
+    for target, request in zip(named_targets, named_requests, strict=True):
+        granted.append((target.path, request))
+    if None in requests:
+        for target in targets:
+            if not target.is_named:
+                granted.append((target.path, None))
+    return granted
 
 
 def _agree_on_targets(
-    run: Fit, requests: Sequence[CheckpointRequest | None], named: int
+    run: Fit, requests: Sequence[CheckpointRequest | None]
 ) -> list[_Target]:
-    """What rank 0 saves, in the order of its requests; each rank has ``named`` requests with a path among its own.
+    """What rank 0 saves, in the order of its requests; every rank has as many requests with a path.
 
     A request without a path that rank 0 does not know of yet is not among them: it stays pending on its rank.
     """
     world = run.strategy.world
-    rows = world.agree([named])
+    named_count = sum(request is not None for request in requests)
+    rows = world.agree([named_count])
     check_named_requests([count for (count,) in rows])
     targets = [_target(run, request) for request in requests]
     # Names may hold values of metrics or the time, which differ between ranks.

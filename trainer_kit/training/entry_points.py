@@ -46,6 +46,7 @@ from trainer_kit.state.optimizer_states import reset_flags, watch_groups
 from trainer_kit.state.resume import (
     Search,
     Source,
+    StartingPoint,
     compare_hparams,
     holds_weights,
     load_weights,
@@ -101,21 +102,12 @@ class _Start:
     """Where a fit starts.
 
     Attributes:
-        source: the checkpoint, or None.
-        weights_only: whether only its weights are loaded.
-        message: what to print when it is restored.
+        point: the checkpoint, and how much of it counts.
         state: the part of the checkpoint that is read before the fit is composed; empty without one.
     """
 
-    source: Source | None
-    weights_only: bool
-    message: str
+    point: StartingPoint
     state: State
-
-    @property
-    def resumes(self) -> bool:
-        """Whether the fit continues at the step of the checkpoint."""
-        return self.source is not None and not self.weights_only
 
 
 @final
@@ -372,7 +364,7 @@ class EntryPoint:
         start = self._find_start(ckpt_path, weights_only)
         self._tune(start)
         every = trainer.reload_dataloaders_every_n_epochs
-        if every and start.resumes:
+        if every and start.point.resumes:
             # Loaders may depend on the epoch, which is otherwise restored only once the fit is composed.
             trainer.progress.load_state_dict(start.state["progress"])
         run = self._compose(val_loaders, every)
@@ -381,15 +373,15 @@ class EntryPoint:
         self.teardown.cleanup.append(watch_groups(run))
         # Counts that a continued fit takes over are not due again.
         run.schedule.mark_validated(run.progress)
-        if start.source is not None:
+        if start.point.source is not None:
             state = read_remaining(
                 start.state,
-                start.source,
-                start.weights_only,
+                start.point.source,
+                start.point.weights_only,
                 trainer.strategy,
                 self.module,
             )
-            self._restore(run, state, start.message)
+            self._restore(run, state, start.point)
             settler.continue_from(state)
         if every:
             self.reload_loaders = LoaderReload(
@@ -402,7 +394,7 @@ class EntryPoint:
                 resumed=settler.resumed,
             ).begin_epoch
         # Now, and not hours later at the first save.
-        if run.checkpoints:
+        if run.writes_checkpoints:
             check_saveable(trainer, run)
         # Requests of earlier hooks are looked at before the first step; from here on each one wakes the loop.
         run.requests.begin_loop(settler.wake)
@@ -440,7 +432,8 @@ class EntryPoint:
             self.teardown.cleanup,
         )
         search = Search(files, callbacks, world, fits=True)
-        source, weights_only, message = search.start(ckpt_path, weights_only, removed)
+        point = search.start(ckpt_path, weights_only, removed)
+        source = point.source
         trainer.running.restore_from(source)
         if source is None:
             if trainer.trained_before:
@@ -449,17 +442,17 @@ class EntryPoint:
                     f" {trainer.trained_before} (to continue it, pass the path of its last checkpoint as ckpt_path= to"
                     " a Trainer with a larger limit)"
                 )
-            return _Start(None, weights_only, message, {})
+            return _Start(point, {})
         # The checkpoint has its own counts, or the fit starts again.
         trainer.progress.load_state_dict(Progress().state_dict())
         trainer.metrics.forget()
-        state = read_start(source, weights_only, trainer.strategy)
-        if not weights_only:
+        state = read_start(source, point.weights_only, trainer.strategy)
+        if point.resumes:
             if "optimizer_states" not in state:
                 raise holds_weights(source.path)
             reset_flags(self.module)
         files.continue_seed(state)
-        return _Start(source, weights_only, message, state)
+        return _Start(point, state)
 
     def _compose(self, val_loaders: Loaders | None, every: int) -> Fit:
         """Get the loaders and compose the fit; with ``every``, loaders of the last epoch that is a multiple of it."""
@@ -486,7 +479,7 @@ class EntryPoint:
 
     def _tune(self, start: _Start) -> None:
         saved = None
-        if start.source is not None:
+        if start.point.source is not None:
             saved = start.state
         tune_callbacks(
             self.trainer,
@@ -494,11 +487,11 @@ class EntryPoint:
             self.loaders,
             self.datamodule,
             saved=saved,
-            weights_only=start.weights_only,
+            weights_only=start.point.weights_only,
         )
 
-    def _restore(self, run: Fit, state: State, message: str) -> None:
-        """Restore the state, and print ``message`` with its step."""
+    def _restore(self, run: Fit, state: State, point: StartingPoint) -> None:
+        """Restore the state, and print where it begins."""
         trainer, files = self.trainer, self.trainer.files
         restore(
             run,
@@ -513,7 +506,7 @@ class EntryPoint:
         if trainer.is_global_zero:
             files.continue_logging(state.get("loggers", {}))
         # The step is known only now, when the counts are restored.
-        trainer.say(message.replace("{step}", str(trainer.progress.step), 1))
+        trainer.say(point.line_at(trainer.progress.step))
         difference = compare_hparams(self.module.hparams, state)
         if difference is not None:
             trainer.say(difference)
