@@ -34,7 +34,7 @@ def run(plan, batches=10, epochs=2, window=1, skip=True):
     progress, validations = Progress(), []
     for _ in range(epochs):
         plan.start_epoch(progress)
-        due = plan.due(progress, window)
+        due = plan.next_step_due(progress, window)
         while progress.epoch_batch < batches:
             taken = min(window, batches - progress.epoch_batch)
             progress.batch += taken
@@ -44,7 +44,7 @@ def run(plan, batches=10, epochs=2, window=1, skip=True):
             if not skip or progress.step >= due:
                 if plan.take_due_validation(progress):
                     validations.append((progress.epoch, progress.epoch_batch))
-                due = plan.due(progress, window)
+                due = plan.next_step_due(progress, window)
         if plan.validates_at_epoch_end(progress):
             validations.append((progress.epoch, "end"))
         progress.epoch += 1
@@ -156,7 +156,9 @@ def test_both_minima_have_to_be_reached():
 
 def test_it_is_due_at_each_flush_and_at_the_last_step_and_never_in_the_past():
     plan = schedule(log_every=7, max_steps=10)
-    assert [plan.due(Progress(step=step), 1) for step in (0, 6, 7, 9, 10)] == [
+    assert [
+        plan.next_step_due(Progress(step=step), 1) for step in (0, 6, 7, 9, 10)
+    ] == [
         7,
         7,
         10,
@@ -166,18 +168,18 @@ def test_it_is_due_at_each_flush_and_at_the_last_step_and_never_in_the_past():
 
 
 def test_it_is_due_at_its_interval_without_other_events():
-    assert schedule(log_every=10**9).due(Progress(step=1000), 1) <= 1256
+    assert schedule(log_every=10**9).next_step_due(Progress(step=1000), 1) <= 1256
 
 
 def test_unpredictable_limits_are_checked_after_each_step():
     for unit in ("sp", "tok", "s"):
         plan = schedule(max_duration=Duration(1000, unit), log_every=100)
-        assert plan.due(Progress(step=3), 1) == 4
+        assert plan.next_step_due(Progress(step=3), 1) == 4
 
 
 def test_ranks_agree_at_their_own_interval():
     plan = schedule(agree_every=10, log_every=25)
-    assert [plan.due(Progress(step=step), 1) for step in (0, 10, 20, 25)] == [
+    assert [plan.next_step_due(Progress(step=step), 1) for step in (0, 10, 20, 25)] == [
         10,
         20,
         25,

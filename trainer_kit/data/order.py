@@ -53,9 +53,9 @@ class _Empty:
 
 
 EMPTY: Final = _Empty()
-"""Replaces a batch if this rank's share of the global micro-batch has no sample."""
+"""The batch of a rank whose share of the global micro-batch has no sample."""
 MISSING: Final = (EMPTY, 0)
-"""`EMPTY` with its number of samples; compare this pair with ``is``."""
+"""`EMPTY` in the form in which feeds pass batches on: with its number of samples. Compare this pair with ``is``."""
 
 
 def derive_seed(*parts: int) -> int:

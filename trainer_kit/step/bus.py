@@ -90,7 +90,8 @@ class Bus:
         module: the second argument of callbacks; its own hooks are called last.
         callbacks: in the order in which they are called.
         datamodule: its ``on_exception`` is called.
-        scope: its ``hook`` is set to the name of the hook being called, so that `log` knows where it is.
+        scope: its ``hook`` is set to the name of the hook being called, so that `log` knows where it is; not for
+            `add_listener`, whose listeners log nothing.
     """
 
     if TYPE_CHECKING:
@@ -167,7 +168,7 @@ class Bus:
 
         Args:
             name: the hook.
-            listener: gets the arguments of the module's hook.
+            listener: gets the arguments of the module's hook, and logs nothing.
             first: call it before all others; otherwise after them.
         """
         listeners: Listeners = getattr(self, name)

@@ -4,8 +4,8 @@ For each optimizer in turn: unscale its gradients, call ``on_before_optimizer_st
 complete, averaged and unscaled gradients, and what they change is clipped. The scale of the precision changes after the
 last optimizer. Schedulers come later still:
 
-- ``due``: those that count steps. The loop advances them after it has counted the step, so hooks of the batch's end see
-  the new learning rate.
+- ``due_schedulers``: those that count steps. The loop advances them after it has counted the step, so hooks of the
+  batch's end see the new learning rate.
 - ``waiting``: those that count steps and monitor a value. The step's validation, or that of the epoch, comes first.
 - Those that count epochs advance in ``end_epoch``, when the epoch is counted.
 
@@ -90,14 +90,14 @@ class Stepper:
         precision: unscales gradients, and skips a step if they overflowed.
         bus: calls ``on_before_zero_grad`` and ``on_before_optimizer_step``.
         clip: (value, algorithm), or None.
-        metrics: the values that schedulers monitor.
+        read_metrics: returns the values that schedulers monitor.
         wake: called when a scheduler waits, so that the loop settles this step.
 
     Attributes:
         by_loss: the parameters of each optimizer, if optimizers are named.
         trained: whether a step has had a gradient; None before the first step with a loss.
-        due: the schedulers that advance as soon as the last step is counted.
-        waiting: the schedulers that are due at the last step and monitor a value: they advance after its validation.
+        due_schedulers: those that advance as soon as the last step is counted.
+        waiting: those that are due at the last step and monitor a value: they advance after its validation.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Stepper:
         precision: Precision,
         bus: Bus,
         clip: tuple[float, str] | None,
-        metrics: Callable[[], Mapping[str, Any]],
+        read_metrics: Callable[[], Mapping[str, Any]],
         wake: Callable[[], None],
     ) -> None:
         self.configured = configured
@@ -117,7 +117,7 @@ class Stepper:
         self.precision = precision
         self.bus = bus
         self.clip = clip
-        self.metrics = metrics
+        self._read_metrics = read_metrics
         self._skips = precision.skips
         # The window whose gradients are complete.
         self._window: Window | None = None
@@ -133,7 +133,7 @@ class Stepper:
             "lr_scheduler_step", module, TrainModule
         )
         # Two lists and not one: what monitors a value must not read that of an earlier validation.
-        self.due: list[LRSchedulerConfig] = []
+        self.due_schedulers: list[LRSchedulerConfig] = []
         self.waiting: list[LRSchedulerConfig] = []
         self.wake = wake
         # Both are filled again in place when parameter groups change: windows use them.
@@ -166,9 +166,9 @@ class Stepper:
     def gradient_rules(self) -> GradientRules:
         """What these optimizers want done with the gradients of a window."""
         # Without a hook or an override the window drops them itself. The list is shared: `read_groups` refills it.
-        droppable = self._trained_parameters
+        droppable: list[nn.Parameter] | None = self._trained_parameters
         if self._overrides_zero_grad or self.bus.on_before_zero_grad:
-            droppable = []
+            droppable = None
         return GradientRules(
             by_loss=self.by_loss,
             droppable=droppable,
@@ -401,7 +401,7 @@ class Stepper:
             if skipped and config.optimizer in skipped:
                 continue
             if config.monitor is None:
-                self.due.append(config)
+                self.due_schedulers.append(config)
             else:
                 # Nothing else may be due at this step, and the loop settles only where something is.
                 self.waiting.append(config)
@@ -409,8 +409,8 @@ class Stepper:
 
     def advance_due(self) -> None:
         """Advance the schedulers that count steps, once this step is counted."""
-        due, self.due = self.due, []
-        for config in due:
+        configs, self.due_schedulers = self.due_schedulers, []
+        for config in configs:
             self.advance(config)
 
     def set_waiting(self, configs: Iterable[LRSchedulerConfig]) -> None:
@@ -446,7 +446,7 @@ class Stepper:
 
     def _monitored(self, config: LRSchedulerConfig, name: str) -> Any:
         """The value that a scheduler monitors; None if it was not logged and need not be."""
-        values = self.metrics()
+        values = self._read_metrics()
         value = values.get(name)
         if self.strategy.world.size > 1:
             # Between flushes values are local to a rank, and tensor-parallel ranks may differ in the last bit.
@@ -566,7 +566,7 @@ class ManualStepper:
     repeats = False
     same_random = False
     by_loss = None
-    due: Sequence[LRSchedulerConfig] = ()
+    due_schedulers: Sequence[LRSchedulerConfig] = ()
     waiting: Sequence[LRSchedulerConfig] = ()
 
     def __init__(

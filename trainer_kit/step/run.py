@@ -166,7 +166,7 @@ class Fit:
         publish: hands values to the loggers, with the step they belong to.
         collect: the whole state of the run, or of the weights alone.
         directory: the default directory of checkpoints, called when one is due.
-        checkpoints: whether this run writes checkpoints at all.
+        writes_checkpoints: whether this run writes checkpoints at all.
         about: what every checkpoint says of this run, besides its state.
         announce: reports a checkpoint to the loggers.
         save_logs: has the loggers save; what it returns waits until they have.
@@ -194,7 +194,7 @@ class Fit:
     publish: Callable[[Mapping[str, float], int], None]
     collect: Callable[[bool], dict[str, Any]]
     directory: Callable[[], Location]
-    checkpoints: bool
+    writes_checkpoints: bool
     about: Callable[[], dict[str, Any]]
     announce: Callable[[Location], Any]
     save_logs: Callable[[], Callable[[], None]]

@@ -214,12 +214,12 @@ class Schedule:
 
     def take_due_validation(self, progress: Progress) -> bool:
         """Whether validation runs at this step; its interval then counts as validated, so the next call is False."""
-        if not self.owes_validation(progress):
+        if not self.validation_is_due(progress):
             return False
         self.mark_validated(progress)
         return True
 
-    def owes_validation(self, progress: Progress) -> bool:
+    def validation_is_due(self, progress: Progress) -> bool:
         """Whether an interval of validation was completed since the last one that was taken; changes nothing."""
         if (
             not self.validates
@@ -253,7 +253,7 @@ class Schedule:
             countable = [each for each in self.intervals if each.is_counted_alike]
         return [interval for interval in countable if interval.take_completed(progress)]
 
-    def due(self, progress: Progress, window: int) -> int:
+    def next_step_due(self, progress: Progress, window: int) -> int:
         """The next step at which there is anything to look at, with ``window`` micro-batches a step."""
         step = progress.step
         steps = [step + LONGEST, _next_multiple(step, self.log_every)]

@@ -6,7 +6,8 @@ makes every hook call, so that hooks come in one order under every strategy. The
 `trainer_kit.step.optimize`.
 
 A rank may lack a micro-batch that other ranks have (``batches[i] is None``). It runs a padding batch then, for the
-collectives of the others, without hooks, logs and weight.
+collectives of the others, without logs and weight. Its batch has no hooks; ``on_before_zero_grad``, which belongs to
+the window, is called for it too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, final
 
@@ -60,14 +61,14 @@ class GradientRules:
 
     Attributes:
         by_loss: the parameters of each named optimizer, whose loss has its name; None for a single loss.
-        droppable: the parameters whose gradients are dropped before the first backward; empty: ``drop`` is called.
+        droppable: the parameters whose gradients are dropped before the first backward; None: ``drop`` is called.
         drop: drops the gradients of the window before; gets the index of the batch that runs.
         repeats: whether an optimizer may run a window again.
         same_random: whether the repetition needs the random numbers of the first run.
     """
 
     by_loss: Mapping[str, list[nn.Parameter]] | None = None
-    droppable: list[nn.Parameter] = field(default_factory=list)
+    droppable: list[nn.Parameter] | None = None
     drop: Callable[[int], None] = lambda index: None
     repeats: bool = False
     same_random: bool = False
@@ -95,7 +96,7 @@ class WindowRunner:
         losses: the losses that were not checked yet.
         skipped: how many times the step returned None.
         padded: how many micro-batches this rank did not have, in windows that were loaded.
-        unusual: whether the result of the next step is looked at closely.
+        checks_next_output: whether what the next step returns is checked; False: a tensor is taken for a good loss.
     """
 
     def __init__(
@@ -134,9 +135,9 @@ class WindowRunner:
         self.repeats = gradients.repeats
         self.same_random = gradients.same_random
         # The first loss of a run is always checked: its shape and its graph are those of all later ones.
-        self.unusual = True
+        self.checks_next_output = True
         # In these runs a step may return something else than one loss, or its loss needs more than its factor.
-        self._always_unusual = (
+        self._checks_every_output = (
             manual
             or checks_every_loss
             or precision.scales
@@ -158,7 +159,7 @@ class WindowRunner:
     def accept_loss(self, loss: Tensor) -> None:
         """Check the first loss of a run; later ones are like it, unless steps are always looked at closely."""
         _check_loss(loss)
-        self.unusual = self._always_unusual
+        self.checks_next_output = self._checks_every_output
 
     def count_skipped(self) -> None:
         """Count a step that returned None."""
@@ -228,6 +229,7 @@ class Window(_Record):
     loaded, not begun     of the last window  of the last window        carried over    completed steps
     `begin`, has a batch  the new one         its number in the epoch   unchanged       unchanged
     `begin`, has none     None                unchanged                 the last batch  unchanged
+    `turn_to`             as passed           as passed, in the epoch   unchanged       unchanged
     after its step        of the last `begin` of the last `begin`       unchanged       now one too small
     left out (`skip`)     None                of the last window        unchanged       unchanged
     abandoned             unchanged           unchanged                 unchanged       -1
@@ -337,7 +339,7 @@ class Window(_Record):
         else:
             with runner.autocast:
                 output = runner.step(self.batch, self.index)
-        if runner.unusual or output.__class__ is not Tensor:
+        if runner.checks_next_output or output.__class__ is not Tensor:
             return self._read_output(output, index)
         # The usual case in one frame: one loss, as a tensor. `_read_output` and `weighted` do the same for the others.
         # A copy, for its memory may be written again: by its user, by a compiled step. On the CPU a number is cheapest.
@@ -387,7 +389,7 @@ class Window(_Record):
             if is_mapping:
                 loss = output.get("loss")
             if isinstance(loss, Tensor):
-                if runner.unusual:
+                if runner.checks_next_output:
                     runner.accept_loss(loss)
                 return self.weighted(loss, output, index)
         elif is_mapping and by_loss.keys() <= output.keys():
@@ -440,11 +442,12 @@ class Window(_Record):
         if self.has_old_gradients:
             self.has_old_gradients = False
             # Here and not by `drop`: a loop over the parameters is a Python call less in every step.
-            if runner.gradients.droppable:
-                for parameter in runner.gradients.droppable:
-                    parameter.grad = None
-            else:
+            droppable = runner.gradients.droppable
+            if droppable is None:
                 runner.gradients.drop(self.index)
+            else:
+                for parameter in droppable:
+                    parameter.grad = None
         bus = runner.bus
         if self.batch is None:
             bus = runner.silent_bus

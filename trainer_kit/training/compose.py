@@ -161,7 +161,8 @@ def compose_fit(
         publish=trainer.log_metrics,
         collect=partial(_collect_state, trainer),
         directory=partial(_checkpoint_directory, trainer),
-        checkpoints=bool(keep_checkpoints(trainer.callbacks)) and not settings.fast,
+        writes_checkpoints=bool(keep_checkpoints(trainer.callbacks))
+        and not settings.fast,
         about=partial(_run_metadata, trainer),
         announce=partial(_announce_checkpoint, trainer),
         save_logs=trainer.files.deliveries.save,

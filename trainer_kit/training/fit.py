@@ -48,6 +48,7 @@ def fit(
                 for hook in bus.on_train_epoch_start:
                     hook()
             enters_epoch = not settler.settle_resume()
+            # Unless a step leaves it early, the loop below runs until the epoch has no batch left.
             is_complete = enters_epoch
             try:
                 for window in windows.epoch(progress) if enters_epoch else ():
@@ -60,19 +61,20 @@ def fit(
                     step(window)
                     progress.step += 1
                     # Schedulers, which see the new step.
-                    if stepper.due:
+                    if stepper.due_schedulers:
                         stepper.advance_due()
                     if window.batch is not None:
                         for hook in bus.on_train_batch_end:
                             hook(window.outputs, window.batch, window.index)
                     for hook in bus.on_train_step_end:
                         hook()
-                    if progress.step >= settler.due and settler.settle_step():
+                    if progress.step >= settler.next_settle and settler.settle_step():
                         is_complete = settler.find_epoch_end()
                         break
-            # A hook has left the epoch before its batch was trained on; the epoch counts as complete.
+            # A hook has left the epoch before its batch was trained on.
             except EarlyEpochExit:
                 windows.window.abandon()
+                is_complete = True
             continues = settler.settle_epoch(is_complete)
         # Around the epoch, because its end may find a bad loss, too. The loop continues from an earlier state.
         except Rewind:

@@ -535,7 +535,7 @@ class Session:
             return False
         # With several ranks a request is settled after an agreement, which may be many steps away.
         is_requested = self.requests.validation is not None and self.world_size == 1
-        return is_requested or self.run.schedule.owes_validation(self.progress)
+        return is_requested or self.run.schedule.validation_is_due(self.progress)
 
     @property
     def should_stop(self) -> bool:

@@ -111,16 +111,17 @@ class Settler:
         guard: finds and leaves out steps whose loss is not finite; None: such a step is an error.
 
     Attributes:
-        due: the step at which `settle_step` has something to do; the loop compares one integer.
+        next_settle: the step at which `settle_step` has something to do; the loop compares one integer.
         resumed: whether the run continues from a checkpoint.
         epoch_is_whole: whether the epoch that ended last was left because its batches were over.
     """
 
     def __init__(self, run: Fit, guard: StepGuard | None = None) -> None:
         self.run, self.guard = run, guard
-        self.due = 0
+        self.next_settle = 0
         self.resumed = False
-        self._owes_validation = False
+        # A validation that the checkpoint owed, or that an exception has ended: the schedule does not know of it.
+        self._lacks_validation = False
         self.epoch_is_whole = False
         self._clock = _TrainingClock(run.progress, run.strategy.world.size == 1)
         self._pace = _Pace()
@@ -140,7 +141,7 @@ class Settler:
     def wake(self) -> None:
         """Settle at the end of this step."""
         # Called by signal handlers and other threads, too: one assignment, which nothing can interrupt half-way.
-        self.due = 0
+        self.next_settle = 0
 
     def continue_from(self, state: Mapping[str, Any]) -> None:
         """Take over what a restored state says about its step; a state of weights alone says nothing."""
@@ -148,12 +149,12 @@ class Settler:
             return
         self._checked_until = self.run.progress.step
         self.resumed = True
-        self._owes_validation = state.get("owes_validation") is True
+        self._lacks_validation = state.get("owes_validation") is True
 
     @property
     def owes_validation(self) -> bool:
         """Whether a run that resumes from the state of this step must validate before it trains."""
-        return self._owes_validation or self.run.schedule.owes_validation(
+        return self._lacks_validation or self.run.schedule.validation_is_due(
             self.run.progress
         )
 
@@ -181,7 +182,7 @@ class Settler:
         """Start the clock, and look for the first step at which something is due."""
         self._clock.start()
         # Requests made between the epochs are settled after the first step.
-        self.due = self._next_due()
+        self.next_settle = self._find_next_settle()
         if any(self.run.requests.pending.values()):
             self.wake()
         if self.guard is not None:
@@ -191,10 +192,10 @@ class Settler:
         """Run a validation that was still due when the checkpoint was saved. Returns whether to leave the epoch."""
         run = self.run
         # In the order of `settle_step`: validation, schedulers, stop, checkpoint.
-        if not self._owes_validation or not run.validation.feeds:
+        if not self._lacks_validation or not run.validation.feeds:
             self._advance_waiting()
             return False
-        self._owes_validation = False
+        self._lacks_validation = False
         self._validate()
         self._exchange_requests()
         self._advance_waiting()
@@ -243,12 +244,12 @@ class Settler:
         if run.requests.checkpoints and (agrees or run.requests.named) and not is_last:
             self.save_requested()
         # Before the check for signals below: a signal that arrives in between sets it to 0, which must not be lost.
-        self.due = self._next_due()
+        self.next_settle = self._find_next_settle()
         if is_last and not schedule.length.certain:
             # If the epoch goes on, what was put off until its end is settled at the next step; of several ranks a stop
             # and a checkpoint without a path wait for their next agreement.
-            self.due = progress.step + 1
-        # The save in flight ended after the check above; its thread has woken the loop before `due` was set.
+            self.next_settle = progress.step + 1
+        # The save in flight ended after the check above; its thread has woken the loop before `next_settle` was set.
         if run.saver.ended and run.strategy.world.size == 1:
             self.wake()
         # Only a state whose losses are known to be finite is worth going back to.
@@ -421,16 +422,19 @@ class Settler:
 
     # -- actions -------------------------------------------------------------------------------------------------
 
-    def _next_due(self) -> int:
+    def _find_next_settle(self) -> int:
         """The next step at which `settle_step` has something to do."""
         run = self.run
         step, schedule = run.progress.step, run.schedule
         # The schedule looks ahead as far as the counts allow; signals need a look about once a second.
         next_look = max(self._exchanges_signals_at, step + 1)
-        due = min(schedule.due(run.progress, run.windows.length), next_look)
+        next_due = schedule.next_step_due(run.progress, run.windows.length)
+        next_settle = min(next_due, next_look)
         if run.requests.stop is not None and step < schedule.min_steps:
-            return min(due, schedule.min_steps)  # the request waits until that step
-        return due
+            return min(
+                next_settle, schedule.min_steps
+            )  # the request waits until that step
+        return next_settle
 
     def _publish(self, reduced: Reduced) -> None:
         """Hand values to the loggers, unless these steps run again and the loggers have their values."""
@@ -444,7 +448,7 @@ class Settler:
         flushes = schedule.flushes(run.progress)
         # With a guard before the values are published: it may leave this step out.
         if self.guard is not None and (
-            agrees or flushes or schedule.owes_validation(run.progress)
+            agrees or flushes or schedule.validation_is_due(run.progress)
         ):
             self.check_finite()
         # Without one afterwards: the flush has waited for the device, so that reading the losses costs no other wait.
@@ -471,7 +475,7 @@ class Settler:
                 reduced = evaluate(run.validation, run.progress.epoch)
         except BaseException:
             # A run that resumes from a checkpoint of this step has no values of the validation.
-            self._owes_validation = True
+            self._lacks_validation = True
             raise
         self._publish(reduced)
         # Validation is not training time. A wait for a checkpoint is: training itself needs it, and it is short where
@@ -626,14 +630,14 @@ class Settler:
         requests.set_signal(number)
         name = signal.Signals(number).name
         outcome = "nothing to save"
-        if run.checkpoints:
+        if run.writes_checkpoints:
             outcome = self._save_on_signal(name)
         # As a shell reports a process that a signal has ended.
         exit_code = f"exiting {128 + number}"
         if number == signal.SIGINT:
             exit_code = "KeyboardInterrupt"
         run.say(f"{name}: {outcome}, {exit_code}")
-        if number == signal.SIGINT and run.checkpoints:
+        if number == signal.SIGINT and run.writes_checkpoints:
             run.say(
                 f'newest checkpoint: {unnamed_checkpoint(run)}; continue with fit(..., ckpt_path="last"), or run again'
                 ' with Trainer(resume="auto")'
