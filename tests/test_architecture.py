@@ -94,7 +94,8 @@ FOREIGN_MEMBERS = {
         _num_yielded _reset_parameters _schedulers _torchdynamo_orig_callable _unsharded_param
         _disable_dynamo base_lrs chunks device_mesh full_tensor hip in_order is_initialized
         max_memory_allocated mem_get_info options placements reset_iter_state reset_parameters
-        reset_peak_memory_stats reshard set_requires_gradient_sync to_local total_steps wait worker_method""",
+        reset_peak_memory_stats reshard set_requires_gradient_sync set_timeout to_local total_steps wait
+        worker_method""",
     "data loaders, samplers and schedulers of users, of any class": """batch_sampler batch_size collate_fn dataset
         drop_last generator num_replicas optimizer rank sampler set_epoch""",
     "litdata and Hugging Face datasets, by the name of a class": "_ex_iterable buffer_size ex_iterable restore",

@@ -420,7 +420,7 @@ def assert_equal_values(value: Any, expected: Any) -> None:
         assert value == expected
 
 
-def test_a_resumed_run_goes_on_with_the_same_bits(tmp_path: Any) -> None:
+def test_a_resumed_run_continues_with_the_same_bits(tmp_path: Any) -> None:
     _, expected = fit(Perceptron(), epochs=3)
     path = tmp_path / "checkpoint"
     fit(Perceptron(), epochs=3, path=path, max_steps=10, compile="step")

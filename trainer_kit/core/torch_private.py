@@ -36,6 +36,7 @@ __all__ = [
     "COMPILED_MODULE",
     "COMPILER",
     "EXTRA_STATE",
+    "ITEM",
     "MOVE",
     "PARAMETERS",
     "STEPPED_MARK",
@@ -226,6 +227,11 @@ def call_block(block: nn.Module, *arguments: object, **options: object) -> objec
     call: Callable[..., object] = block._call_impl
     return call(*arguments, **options)
 
+
+# -- operators ----------------------------------------------------------------------------------------------------
+
+ITEM: Final = torch.ops.aten._local_scalar_dense.default
+"""``Tensor.item`` as an operator, which torch cannot import without."""
 
 # -- the compiler -------------------------------------------------------------------------------------------------
 

@@ -12,10 +12,9 @@ from typing import Any, ClassVar, Final, TypeAlias, final
 import torch
 from torch import Tensor
 
-from trainer_kit.core.torch_private import storage_key, tree_leaves
+from trainer_kit.core.torch_private import ITEM, storage_key, tree_leaves
 from trainer_kit.planning.operators import Arguments, Operator, Options, Result
 from trainer_kit.planning.torch_private import (
-    ITEM,
     FakeTensor,
     FakeTensorMode,
     active_fake_mode,

@@ -23,7 +23,6 @@ __all__ = [
     "CHUNKS",
     "CPU_ATTENTION",
     "CPU_ATTENTION_BACKWARD",
-    "ITEM",
     "MESH_CONCATENATION",
     "OPTIMIZER_STEP",
     "WAIT",
@@ -78,8 +77,6 @@ with needs_private(_USE):
         is_traceable_wrapper_subclass,
     )
 
-    ITEM: Final = torch.ops.aten._local_scalar_dense.default
-    """``Tensor.item`` as an operator: a step that reads values cannot run without them."""
     CPU_ATTENTION: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     CPU_ATTENTION_BACKWARD: Final = (
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

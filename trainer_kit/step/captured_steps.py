@@ -387,5 +387,5 @@ def _generators(device: torch.device) -> bytes:
     state = rng_state(device)
     for name, value in state.items():
         if isinstance(value, Tensor):
-            state[name] = value.numpy().tobytes()
+            state[name] = value.numpy().tobytes()  # no sync point: they are on the CPU
     return pickle.dumps(state)

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from trainer_kit.core.torch_private import find_private, forward_pre_hooks
+from trainer_kit.core.torch_private import ITEM, find_private, forward_pre_hooks
 from trainer_kit.core.types import Function
 
 __all__ = [
@@ -69,8 +69,8 @@ def trace_operators(
 
 
 def reads_value(error: Exception) -> bool:
-    """Whether a trace has failed because a value was taken out of a tensor. Without the name the text is torch's."""
-    return "_local_scalar_dense" in str(error)
+    """Whether a trace has failed because a value was taken out of a tensor."""
+    return str(ITEM) in str(error)
 
 
 def hook_tables(module: nn.Module) -> list[dict[int, Callable[..., object]]]:
