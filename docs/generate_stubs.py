@@ -39,6 +39,12 @@ def reading_order(name: str) -> tuple[int, str]:
     return 2, name.lower()
 
 
+def export_order(name: str) -> tuple[int, str]:
+    """The order of ruff within ``__all__``: as in an import, but capitals sort before small letters."""
+    group, _ = reading_order(name)
+    return group, name
+
+
 def import_lines(package: str, homes: Mapping[str, str]) -> list[str]:
     """The import statements of a table, in the order and the form of ruff."""
     plain = {"trainer_kit.core.lazy": ["NameLookup"]}
@@ -74,7 +80,8 @@ def render(package: str) -> str:
     version = []
     if re.search("^__version__ =", source.read_text(encoding="utf-8"), re.M):
         version = ["__version__: str"]
-    names = [f'    "{name}",' for name in module.__all__]
+    exported = sorted(module.__all__, key=export_order)
+    names = [f'    "{name}",' for name in exported]
     return "\n".join(
         [
             HEAD,

@@ -125,7 +125,7 @@ def test_objects_are_shown_as_html(executed: Any) -> None:
     assert "Linear" in module
     assert "val_loss" in history
     assert report.startswith("<iframe sandbox=")
-    assert "refresh_rate" in callback
+    assert "max_depth" in callback
 
 
 def test_forked_processes_draw_a_line_of_text(executed: Any) -> None:
