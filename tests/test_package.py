@@ -40,6 +40,7 @@ DISTRIBUTIONS = {
 }
 # Packages of which a user may hand over objects; they are imported only then.
 HANDED_OVER = {
+    "pandas": "`History.to_pandas`, for who works with it already",
     "omegaconf": "hyperparameters and states that are OmegaConf containers",
     "typing-extensions": "torch requires it; only the type checker reads the import",
 }
