@@ -272,3 +272,23 @@ def test_a_logger_writes_on_rank_0_alone_and_is_known_on_all(tmp_path):
     )
     assert [path.name for path in written.parent.iterdir()] == ["version_0"]
     assert len(list(written.glob("events.out.*"))) == 1
+
+
+class AsksAlone(Callback):
+    """Requests something on rank 0 alone, while the exchange of a step settles a save that has ended."""
+
+    def on_checkpoint_committed(self, trainer, module, path):
+        if rank() == 0:
+            trainer.stop("enough")
+            trainer.request_checkpoint("now")
+            trainer.request_validation("now")
+
+
+@pytest.mark.world_size(2)
+def test_a_request_of_one_rank_after_the_votes_waits_for_the_next_exchange(tmp_path):
+    keeper = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=4, save_top_k=-1)
+    options = {**OPTIONS, "max_epochs": -1, "max_steps": 200}
+    trainer = Trainer(**options, val_check_interval=4, callbacks=[keeper, AsksAlone()])
+    trainer.fit(TinyModule(), loader(64), loader(4))
+    assert trainer.global_step < 200
+    assert Path(keeper.last_model_path).is_dir()

@@ -189,8 +189,9 @@ def mark(
         ('step-3', 'step-3')
     """
     root = absolute(directory)
+    index = _changed_index(root, names)
     try:
-        _mark(root, names)
+        _write_index(root, index)
     except CheckpointError:
         # An old index would name an earlier checkpoint; without an index the newest one is found by its commit.
         if names.get("last") is not None:
@@ -199,11 +200,11 @@ def mark(
         raise
 
 
-def _mark(
+def _changed_index(
     root: Location,
     names: Mapping[str, str | os.PathLike[str] | None],
-) -> None:
-    # Read, changed and replaced whole; the directory's lock keeps other runs from doing so at the same time.
+) -> dict[str, str]:
+    """The paths of the index by name, after ``names`` are given or removed."""
     index = read_index(root) or {}
     for name, path in names.items():
         if path is None:
@@ -219,7 +220,11 @@ def _mark(
             )
         index[name] = relative
     # Equal names give equal bytes.
-    index = dict(sorted(index.items()))
+    return dict(sorted(index.items()))
+
+
+def _write_index(root: Location, index: dict[str, str]) -> None:
+    """Replace the index whole; the lock of the directory, which a run holds, keeps others from doing so meanwhile."""
     content = {"format": _FORMAT, "version": 1, "names": index, "sha256": digest(index)}
     text = json.dumps(content, indent=1) + "\n"
     with named_failure(root / _INDEX, "could not be written"):
@@ -534,7 +539,7 @@ def _rebuild_index(root: Location, sound: list[Location]) -> None:
     if sound and not keeps_last and names.get("last") is None:
         names["last"] = sound[0]
     if names or (root / _INDEX).exists():
-        mark(root, **names)
+        _write_index(root, _changed_index(root, names))
 
 
 class _Contents(NamedTuple):

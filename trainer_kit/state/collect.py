@@ -404,7 +404,7 @@ def restore(
     fail_together(world, restore_loaders)
     # After the position was converted: intervals that are complete there do not come due again.
     run.schedule.mark_validated(run.progress)
-    # A signal may have arrived while the state was read: it counts more than the saved request.
+    # A hook may have requested a stop while the state was restored: that counts more than the saved request.
     run.requests.restore_stop(run.requests.stop or state.get("stop"))
     run.stepper.set_waiting(
         configured.schedulers[index] for index in state.get("waiting_schedulers", ())

@@ -216,6 +216,8 @@ def save_to(run: Fit | None, path: Location, weights_only: bool) -> None:
     state = run.collect(weights_only)
     _begin(run, save, {weights_only: state})
     failure = _wait_for_outcome(run, save)[name]
+    for line in save.messages:
+        run.say(line)
     if failure is not None:
         raise failure
     _announce(run, path)

@@ -234,7 +234,9 @@ def terminable(requests: Requests) -> Callable[[BaseException | None], None]:
 
     def restore_default_handlers(error: BaseException | None) -> None:
         for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
+            # A hook may have set a handler of the user's.
+            if signal.getsignal(number) is on_signal:
+                signal.signal(number, signal.SIG_DFL)
 
     _HANDLERS.add(on_signal)
     for number in numbers:

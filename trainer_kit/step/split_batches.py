@@ -181,6 +181,9 @@ class SplitBatches:
         parts = split(batch, self._state.parts)
         weights = [self._weigh(micro_batch, size) for micro_batch, size in parts]
         total = sum(weights)
+        if not total:
+            # The window gives it no weight, but a rank without a backward would keep its gradients of the last step.
+            return [(parts[0][0], 1.0)]
         weighted_parts = zip(parts, weights, strict=True)
         return [
             (micro_batch, weight / total)

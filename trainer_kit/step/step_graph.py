@@ -62,8 +62,8 @@ class StepGraph:
             ``parameters``, the logged tensors, and the tensors of ``returned``.
         parameters: those that have a gradient.
         logs: the calls of ``log``, in their order.
-        returned: the keys of the mapping that the step returns, each with its constant, or None where it is a tensor;
-            None for a step that returns the loss alone.
+        returned: the keys of the mapping that the step returns, each with its constant, with None for the loss, or with
+            a mark for any other tensor; None for a step that returns the loss alone.
         unit: the gradient of a loss without a factor.
         operators: how many a replay runs.
     """

@@ -182,7 +182,7 @@ class MeshGroups:
         losses: the data ranks and the context ranks.
         reports: the loss ranks and the pipeline stages.
         same: by axis, the group of ranks that get the same batches.
-        stages: the ranks of one pipeline.
+        stage_group: the ranks of one pipeline.
     """
 
     def __init__(self, device: torch.device, sizes: Mapping[str, int]) -> None:

@@ -104,7 +104,9 @@ class _Pace:
 
 @final
 class Settler:
-    """Carries out what is due between two steps of a fit. Every rank must call each method at the same step.
+    """Carries out what is due between two steps of a fit.
+
+    Every rank must call each method at the same step, but for `wake` and the `settle_step` that follows it.
 
     Args:
         run: the fit.
@@ -127,6 +129,10 @@ class Settler:
         self._pace = _Pace()
         # Of several ranks, the step of the next look at signals, which rank 0's pace decides for all of them.
         self._exchanges_signals_at = _NEVER
+        # Of several ranks, what the last exchange brought. Later requests of one rank must wait for the next exchange.
+        self._agreed_stop: str | None = None
+        self._agreed_validation = False
+        self._agreed_save = False
         # A step is validated once, although an interval, a request and the end of the epoch may all ask for it.
         self._validated_at = -1
         # The losses up to this step were looked at.
@@ -193,6 +199,8 @@ class Settler:
         run = self.run
         # In the order of `settle_step`: validation, schedulers, stop, checkpoint.
         if not self._lacks_validation or not run.validation.feeds:
+            # Without data for it this run owes none, and neither do its checkpoints.
+            self._lacks_validation = False
             self._advance_waiting()
             return False
         self._lacks_validation = False
@@ -220,7 +228,7 @@ class Settler:
         elif exchanges_signals:
             self._exchange_signals()
         self._flush_step(agrees)
-        is_requested = agrees and run.requests.validation is not None
+        is_requested = agrees and self._validation_is_requested()
         if schedule.take_due_validation(progress) or (
             is_requested and run.validation.feeds
         ):
@@ -237,18 +245,19 @@ class Settler:
         # At the end of an epoch a stop waits until the epoch is counted: it may be the last one of `min_epochs`.
         if not leaves and agrees and not is_last:
             leaves = self._grants_stop()
+        # Before the save and the check for signals below: a request or a signal that arrives in between sets it to 0,
+        # which must not be lost.
+        self.next_settle = self._find_next_settle()
+        if is_last and not schedule.length.certain:
+            # If the epoch goes on, what was put off until its end is settled at the next step; of several ranks a stop
+            # and a checkpoint without a path wait for their next agreement.
+            self.next_settle = progress.step + 1
         # Every rank makes a request with a path at the same step (the contract of `CheckpointRequest`), so all of them
         # have it here without an agreement.
         # At the end of an epoch the checkpoint waits for the hooks and schedulers of that step. A run that leaves the
         # epoch early saves here: leaving reduces and resets the running sums that a resumed run needs.
         if run.requests.checkpoints and (agrees or run.requests.named) and not is_last:
             self.save_requested()
-        # Before the check for signals below: a signal that arrives in between sets it to 0, which must not be lost.
-        self.next_settle = self._find_next_settle()
-        if is_last and not schedule.length.certain:
-            # If the epoch goes on, what was put off until its end is settled at the next step; of several ranks a stop
-            # and a checkpoint without a path wait for their next agreement.
-            self.next_settle = progress.step + 1
         # The save in flight ended after the check above; its thread has woken the loop before `next_settle` was set.
         if run.saver.ended and run.strategy.world.size == 1:
             self.wake()
@@ -342,10 +351,15 @@ class Settler:
 
     def save_requested(self, last: bool = False) -> bool:
         """Save one state for all checkpoint requests of this step; see `trainer_kit.state.saving.save_requested`."""
-        # A run that went to NaN must not overwrite its last good checkpoint.
-        if self.run.requests.checkpoints:
+        run, requests = self.run, self.run.requests
+        is_agreed = self._agreed_save or run.strategy.world.size == 1
+        if requests.named or (is_agreed and requests.unnamed):
+            # A run that went to NaN must not overwrite its last good checkpoint.
             self.check_finite()
-        return save_requested(self.run, last, self.guard)
+            return save_requested(run, last, self.guard)
+        if last:
+            return settle_save(run)
+        return True
 
     # -- checks --------------------------------------------------------------------------------------------------
 
@@ -477,6 +491,7 @@ class Settler:
             # A run that resumes from a checkpoint of this step has no values of the validation.
             self._lacks_validation = True
             raise
+        self._lacks_validation = False
         self._publish(reduced)
         # Validation is not training time. A wait for a checkpoint is: training itself needs it, and it is short where
         # checkpoints are written in the background.
@@ -485,7 +500,7 @@ class Settler:
     def _validate_on_request(self) -> None:
         """Run the validation that a hook of the epoch requested."""
         run = self.run
-        if run.requests.validation is None:
+        if not self._validation_is_requested():
             return
         if run.validation.feeds and self._validated_at != run.progress.step:
             self._validate()
@@ -573,6 +588,10 @@ class Settler:
             stop = next((reason for reason, _ in reasons if reason), None)
             validation = next((reason for _, reason in reasons if reason), None)
             requests.take_of_all_ranks(stop, validation)
+        # Before a save is settled: its hooks may request something on one rank alone.
+        self._agreed_stop = requests.stop
+        self._agreed_validation = requests.validation is not None
+        self._agreed_save = any(columns["unnamed"])
         if any(columns["save_ended"]):
             settle_save(run)
         # Every rank takes part in a save, also those that did not request it.
@@ -595,10 +614,18 @@ class Settler:
         steps = int(self._pace.steps_per_second(self.run.progress.step))
         return max(1, min(self.run.schedule.agree_every, steps))
 
+    def _validation_is_requested(self) -> bool:
+        """Whether to validate at this step; of several ranks, by their last exchange."""
+        if self.run.strategy.world.size == 1:
+            return self.run.requests.validation is not None
+        return self._agreed_validation
+
     def _grants_stop(self) -> bool:
         """Whether a stop request is granted; before ``min_epochs`` and ``min_steps`` it waits."""
         run, schedule = self.run, self.run.schedule
-        reason = run.requests.stop
+        reason = self._agreed_stop
+        if run.strategy.world.size == 1:
+            reason = run.requests.stop
         if reason is None:
             return False
         if schedule.may_stop(run.progress):
