@@ -567,7 +567,7 @@ class Popping(Module):
                 self.tensors = tensors
 
             def __iter__(self) -> Iterator[dict[str, Tensor]]:
-                return iter([{"x": x, "y": x} for x in self.tensors])
+                return iter([{"x": x, "y": x.clone()} for x in self.tensors])
 
             def __len__(self) -> int:
                 return len(self.tensors)

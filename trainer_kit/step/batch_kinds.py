@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Final
 
+import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from trainer_kit.core.types import Batch
 
@@ -36,6 +38,10 @@ def describe_batch(batch: Batch, tensors: list[Tensor]) -> Hashable:
     """
     kind = batch.__class__
     if kind is Tensor:
+        if batch.layout is not torch.strided or batch.is_nested:
+            raise CaptureRefused("the batch holds a sparse or nested tensor")
+        if batch.requires_grad:
+            raise CaptureRefused("a tensor of the batch needs a gradient")
         tensors.append(batch)
         return (
             batch.shape,
@@ -46,6 +52,8 @@ def describe_batch(batch: Batch, tensors: list[Tensor]) -> Hashable:
     if kind is dict:
         values = [describe_batch(value, tensors) for value in batch.values()]
         return kind, tuple(batch), tuple(values)
+    if kind is PackedSequence:
+        raise CaptureRefused("the batch holds a packed sequence")
     if kind is list or isinstance(batch, tuple):
         return kind, tuple([describe_batch(value, tensors) for value in batch])
     if kind in _CONSTANTS:

@@ -1,8 +1,9 @@
 """``Trainer(compile="step")``: runs the micro-steps of windows as flat graphs of operators.
 
 A kind of batch is captured when it comes for the second time. The step runs as always then; afterwards it is traced,
-and its graph runs once on the same batch: only one that gives the same bits is used from the next batch on. Whatever
-cannot be captured runs as without this, and the reason is printed once.
+and its graph runs once on the same batch. The next batch of the kind runs both ways, too: a graph that holds something
+of the batch that it was traced with differs there. Only one that gives the same bits both times is used from then on.
+Whatever cannot be captured runs as without this, and the reason is printed once.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from trainer_kit.checkpoint.files import same_bits
 from trainer_kit.core.display import plural
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.seed import restore_rng, rng_state
+from trainer_kit.core.torch_private import version_of
 from trainer_kit.step.batch_kinds import (
     CaptureRefused,
     copy_containers,
@@ -42,12 +44,17 @@ _MOST_KINDS: Final = 1000
 
 
 @final
-@dataclass(frozen=True)
+@dataclass
 class _Captured:
-    """A graph, and the state of the module that it holds for."""
+    """A graph, and the state of the module that it holds for.
+
+    Attributes:
+        is_confirmed: whether it has given the same bits as the step on a batch that it was not traced with.
+    """
 
     graph: StepGraph
     state: ModuleState
+    is_confirmed: bool = False
 
 
 @final
@@ -94,7 +101,10 @@ class CapturedSteps:
             else:
                 for captured in self._captured.get(kind, ()):
                     if captured.state.is_current():
-                        self._replay(captured.graph, window, index, tensors)
+                        if captured.is_confirmed:
+                            self._replay(captured.graph, window, index, tensors)
+                        else:
+                            self._capture(window, index, kind, tensors, captured)
                         break
                 else:
                     self._run_new(window, index, kind, tensors)
@@ -139,8 +149,9 @@ class CapturedSteps:
         """Run a graph in the place of a step."""
         metrics = window.runner.metrics
         metrics.hook = "training_step"
-        # Before the graph, which makes new gradients: there is never memory for both.
-        window.start_gradients()
+        # Before the graph, which makes new gradients: there is never memory for both. Hooks are called after it.
+        if window.runner.gradients.droppable is not None:
+            window.start_gradients()
         factor = graph.unit
         if window.factors is not None:
             factor = factor * window.factors[index]
@@ -151,7 +162,11 @@ class CapturedSteps:
         if graph.returned is not None:
             output = graph.output_of(loss, returned)
         self._gradients = graph.parameters, gradients
-        window.backward(index, window.weighted(loss, output, index))
+        try:
+            window.backward(index, window.weighted(loss, output, index))
+        finally:
+            # After an exception of a hook, which may have come before the backward.
+            self._gradients = None
 
     def _run_new(
         self,
@@ -167,6 +182,8 @@ class CapturedSteps:
         if kind not in self._seen:
             if len(self._seen) < _MOST_KINDS:
                 self._seen.add(kind)
+            else:
+                self._note("batches are of too many kinds")
             _run(window, index)
             return
         captured = self._captured.setdefault(kind, [])
@@ -199,32 +216,62 @@ class CapturedSteps:
         index: int,
         kind: Hashable,
         tensors: list[Tensor],
+        captured: _Captured | None = None,
     ) -> None:
-        """Run a step, trace it, and keep the graph if that does the same."""
-        module, device = self._module, self._strategy.device
+        """Run a step, trace it or take the graph that was captured, and keep the graph if it does the same."""
+        module = self._module
+        try:
+            _check_tensors(module, tensors)
+            start = _Moment(module, self._strategy.device)
+        except CaptureRefused as refusal:
+            self._refuse(kind, refusal, captured)
+            _run(window, index)
+            return
         batch = copy_containers(window.batch)
-        start = _Moment(module, device)
+        versions = list(map(version_of, tensors))
         comparison = self._comparison = _Comparison(module)
-        loss = _run(window, index)
-        self._comparison = None
-        outcome = _Moment(module, device)
+        try:
+            loss = _run(window, index)
+        finally:
+            self._comparison = None
+        outcome = _Moment(module, self._strategy.device)
         try:
             if loss is None:
                 raise CaptureRefused("training_step returned no loss")
+            if versions != list(map(version_of, tensors)):
+                raise CaptureRefused("training_step changes its batch")
+            start.check_parameters(outcome)
             start.restore()
-            state = ModuleState(module)
-            graph = self._trace(window, batch, tensors, loss.detach())
-            _check_unchanged(state, batch, kind)
+            if captured is None:
+                graph = self._trace(window, batch, tensors, loss.detach())
+                captured_now = _Captured(graph, start.state)
+            else:
+                captured_now = captured
+            _check_unchanged(start.state, batch, kind)
             start.restore()
-            _check_equal(graph, window, index, tensors, loss, comparison)
+            _check_equal(captured_now.graph, window, index, tensors, loss, comparison)
             outcome.check_reached()
-        except CaptureRefused as refusal:
-            self._refused.add(kind)
-            self._note(str(refusal))
+        # Of any class: the step itself has run, and training continues from its outcome.
+        except Exception as error:
+            self._refuse(kind, error, captured)
         else:
-            self._captured[kind].append(_Captured(graph, state))
+            if captured is None:
+                self._captured[kind].append(captured_now)
+            captured_now.is_confirmed = captured is not None
         finally:
             outcome.restore()
+
+    def _refuse(
+        self, kind: Hashable, error: Exception, captured: _Captured | None
+    ) -> None:
+        """Note that batches of a kind run without a graph, and why."""
+        self._refused.add(kind)
+        if captured is not None:
+            self._captured[kind].remove(captured)
+        reason = str(error)
+        if not isinstance(error, CaptureRefused):
+            reason = _reason_of(error)
+        self._note(reason)
 
     def _trace(
         self,
@@ -239,20 +286,14 @@ class CapturedSteps:
             raise CaptureRefused(f"each step calls {hook}")
         if any(type(each) is not nn.Parameter for each in module.parameters()):
             raise CaptureRefused("a parameter is of a class of its own")
-        try:
-            return trace_step(
-                module,
-                self._step,
-                batch,
-                tensors,
-                torch.ones_like(loss),
-                window.runner.autocast,
-            )
-        except CaptureRefused:
-            raise
-        # Of any class: the step has run before, so what fails is the trace.
-        except Exception as error:
-            raise CaptureRefused(_reason_of(error)) from error
+        return trace_step(
+            module,
+            self._step,
+            batch,
+            tensors,
+            torch.ones_like(loss),
+            window.runner.autocast,
+        )
 
 
 def _run(window: Window, index: int) -> Tensor | None:
@@ -350,11 +391,17 @@ class _Comparison:
 
 @final
 class _Moment:
-    """What steps change besides gradients, as it is now: buffers, attributes, random generators.
+    """What steps change besides gradients, as it is now: tensors, attributes, random generators.
 
     Args:
         module: whose steps they are.
         device: whose generator they draw from.
+
+    Attributes:
+        state: the attributes.
+
+    Raises:
+        CaptureRefused: something in the module cannot be put back.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -362,16 +409,29 @@ class _Moment:
         self._random = rng_state(device)
         self._generators = _generators(device)
         self._restore_effects = remember_effects(module)
-        self._tensors = state_tensors(module)
+        self.state = ModuleState(module)
+        self._parameters = list(module.parameters())
+        self._tensors = [*self._parameters, *state_tensors(module)]
         self._copies = [tensor.detach().clone() for tensor in self._tensors]
 
     def restore(self) -> None:
         """Put everything back."""
         restore_rng(self._random, self._device)
         self._restore_effects()
+        self.state.restore()
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
-            # As data: it may be part of a graph of the user's.
-            tensor.data.copy_(copy)
+            # Only what differs: a tensor may lie in memory that cannot be written.
+            if not same_bits(tensor.detach(), copy):
+                # As data: it may be part of a graph of the user's.
+                tensor.data.copy_(copy)
+
+    def check_parameters(self, outcome: _Moment) -> None:
+        """Refuse a step between this moment and another that changes a parameter."""
+        for copy, later in zip(
+            self._copies[: len(self._parameters)], outcome._copies, strict=False
+        ):
+            if not same_bits(copy, later):
+                raise CaptureRefused("training_step changes a parameter")
 
     def check_reached(self) -> None:
         """Refuse a graph that has not led to this moment."""
@@ -380,6 +440,19 @@ class _Moment:
                 raise CaptureRefused("the graph of training_step gives other buffers")
         if _generators(self._device) != self._generators:
             raise CaptureRefused("the graph of training_step draws other numbers")
+
+
+def _check_tensors(module: nn.Module, tensors: list[Tensor]) -> None:
+    """Refuse tensors that a trace could not tell apart, or that could not be put back."""
+    state = state_tensors(module)
+    if len({id(tensor) for tensor in (*state, *tensors)}) < len(state) + len(tensors):
+        raise CaptureRefused("one tensor occurs twice in the batch and the attributes")
+    for tensor in state:
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            raise CaptureRefused("a buffer is sparse or nested")
+        sizes = zip(tensor.shape, tensor.stride(), strict=True)
+        if tensor.is_inference() or any(s == 0 and n > 1 for n, s in sizes):
+            raise CaptureRefused("a buffer cannot be written")
 
 
 def _generators(device: torch.device) -> bytes:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
+from types import SimpleNamespace
 from typing import Any, Final, TypeAlias, final
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from trainer_kit.core.torch_private import (
@@ -13,12 +18,27 @@ from trainer_kit.core.torch_private import (
     direct_submodules,
 )
 from trainer_kit.core.types import Function
-from trainer_kit.step.torch_private import has_gradient_hooks, hook_tables
+from trainer_kit.step.batch_kinds import CaptureRefused
+from trainer_kit.step.torch_private import (
+    has_gradient_hooks,
+    have_gradient_hooks,
+    hook_tables,
+)
 
 __all__ = ["ModuleState", "find_hook", "state_tensors"]
 
 # A dict, list or set with a method `copy`.
 _Container: TypeAlias = Any
+_GENERATORS: Final = (
+    random.Random,
+    np.random.Generator,
+    np.random.RandomState,
+    torch.Generator,
+)
+_PLAIN: Final = (int, float, str, bytes, Tensor)
+"""Values that hold nothing else; most items are of these."""
+_MOST_VALUES: Final = 10_000
+"""Values of attributes that are compared in each step."""
 _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
 """Attributes of torch's own."""
 
@@ -44,6 +64,10 @@ class ModuleState:
                 self._containers.append(container)
                 self._names.append(name)
             self._hooks += hook_tables(submodule)
+        if sum(map(len, self._containers)) > _MOST_VALUES:
+            raise CaptureRefused(
+                f"attributes of the module hold more than {_MOST_VALUES} values"
+            )
         self._copies = [container.copy() for container in self._containers]
         for container in self._containers:
             if not isinstance(container, Mapping):
@@ -51,18 +75,21 @@ class ModuleState:
             for key, value in container.items():
                 if isinstance(value, Tensor) and value.numel() == 1:
                     self._single.append((container, key, value))
+        self._parameters = list(module.parameters())
         self._trained = [
-            (parameter, parameter.requires_grad) for parameter in module.parameters()
+            (tensor, tensor.requires_grad)
+            for tensor in (*self._parameters, *state_tensors(module))
         ]
 
     def is_current(self) -> bool:
         """Whether everything is as it was."""
         try:
             is_same = self._containers == self._copies
-        # Whether two arrays are equal has no single answer: the attribute has another value now.
-        except (RuntimeError, ValueError):
+        # Whether two arrays are equal has no single answer, and classes of users raise what they like: the attribute
+        # has another value now.
+        except Exception:
             return False
-        if not is_same or any(self._hooks):
+        if not is_same or any(self._hooks) or have_gradient_hooks(self._parameters):
             return False
         for container, key, tensor in self._single:
             if container.get(key) is not tensor:
@@ -71,6 +98,21 @@ class ModuleState:
             parameter.requires_grad is is_trained
             for parameter, is_trained in self._trained
         )
+
+    def restore(self) -> None:
+        """Put the attributes of the module and the items of its containers back."""
+        for container, copy in zip(self._containers, self._copies, strict=True):
+            if isinstance(container, list):
+                container[:] = copy
+            elif isinstance(container, set):
+                container.clear()
+                container.update(copy)
+            else:
+                for key in [key for key in container if key not in copy]:
+                    del container[key]
+                for key, value in copy.items():
+                    if container.get(key) is not value:
+                        container[key] = value
 
     def find_change(self) -> str | None:
         """The name of an attribute that has changed; None if there is none."""
@@ -94,17 +136,45 @@ def _containers_of(module: nn.Module) -> Iterator[_Container]:
     yield direct_parameters(module)
     yield direct_buffers(module)
     yield direct_submodules(module)
+    seen: set[int] = set()
     for name, value in attributes.items():
-        is_users = name not in _OF_EVERY_MODULE
-        if is_users and isinstance(value, (dict, list, set)):
-            yield value
+        # The Trainer changes in each step, and no graph reads it.
+        if name not in _OF_EVERY_MODULE and name != "_trainer":
+            yield from _nested_containers(value, seen)
+
+
+def _nested_containers(value: object, seen: set[int]) -> Iterator[_Container]:
+    """The dicts, lists and sets in a value, and the attributes of objects that are plain records."""
+    if isinstance(value, _GENERATORS):
+        raise CaptureRefused(
+            f"an attribute holds random numbers of its own ({type(value).__name__})"
+        )
+    if id(value) in seen:
+        return
+    items: Iterable[object] = ()
+    if isinstance(value, (dict, list, set)):
+        seen.add(id(value))
+        yield value
+        items = value.values() if isinstance(value, dict) else value
+    elif isinstance(value, tuple):
+        items = value
+    elif isinstance(value, SimpleNamespace) or is_dataclass(value):
+        if not isinstance(value, type) and hasattr(value, "__dict__"):
+            seen.add(id(value))
+            yield vars(value)
+            items = vars(value).values()
+    for item in items:
+        if not isinstance(item, _PLAIN):
+            yield from _nested_containers(item, seen)
 
 
 def _are_equal(value: object, other: object) -> bool:
+    if value is other:
+        return True
     try:
         return bool(value == other)
-    except (RuntimeError, ValueError):
-        return value is other
+    except Exception:
+        return False
 
 
 def state_tensors(module: nn.Module) -> list[Tensor]:

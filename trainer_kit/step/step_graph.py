@@ -25,6 +25,7 @@ from trainer_kit.step.torch_private import (
     below_autograd,
     is_operator,
     kernel_of,
+    reads_lengths,
     trace_operators,
 )
 from trainer_kit.strategies.signatures import StepMethod
@@ -37,6 +38,7 @@ _Log: TypeAlias = tuple[str, object, tuple[object, ...]]
 _CONSTANTS: Final = (int, float, bool, str, type(None))
 """Values that a step may return or log besides tensors."""
 _MASKS: Final = (torch.bool, torch.uint8)
+_SPLITS: Final = frozenset({torch.tensor_split, Tensor.tensor_split})
 _READS: Final = frozenset(
     {
         Tensor.numpy,
@@ -125,12 +127,20 @@ def trace_step(
         CaptureRefused: the graph would not do what the step does.
     """
     parameters = list(module.parameters())
-    fixed = [*parameters, *state_tensors(module)]
+    state = state_tensors(module)
+    if any(tensor.requires_grad for tensor in state):
+        raise CaptureRefused(
+            "a tensor that needs a gradient is an attribute, and no parameter"
+        )
+    fixed = [*parameters, *state]
     trace = _Trace(module, step, batch, parameters, gradient, forward_context)
     versions = [version_of(parameter) for parameter in parameters]
     graph = trace_operators(trace, [*fixed, *tensors, gradient])
     if versions != [version_of(parameter) for parameter in parameters]:
         raise CaptureRefused("training_step changes a parameter")
+    trace.check_logs()
+    if reads_lengths(graph):
+        raise CaptureRefused("training_step packs sequences")
     _check_constants(graph)
     _simplify(graph)
     run = _write_function(graph, fixed, trace.counts())
@@ -163,7 +173,13 @@ class _Trace:
         self.logs: list[_Log] = []
         self.returned: dict[str, object] | None = None
         self._logged: list[Tensor] = []
+        self._versions: list[tuple[Tensor, int]] = []
         self._outputs: list[Tensor] = []
+
+    def check_logs(self) -> None:
+        """Refuse a step that changes a tensor after it was logged: a replay reads values when it is over."""
+        if any(version_of(value) != version for value, version in self._versions):
+            raise CaptureRefused("training_step changes a tensor that it has logged")
 
     def counts(self) -> tuple[int, int, int]:
         """How many gradients, logged tensors and returned tensors the graph has."""
@@ -202,6 +218,7 @@ class _Trace:
     def _log(self, name: str, value: object, *options: object) -> None:
         if isinstance(value, Tensor):
             self._logged.append(value.detach())
+            self._versions.append((value, version_of(value)))
             value = _TENSOR
         elif not isinstance(value, _CONSTANTS):
             raise CaptureRefused(f"training_step logs a {type(value).__name__}")
@@ -316,6 +333,8 @@ class _Reads(TorchFunctionMode):
         """Called for each function of torch."""
         if func in _READS:
             raise CaptureRefused(f"training_step calls {func.__name__} of a tensor")
+        if func in _SPLITS and any(isinstance(arg, Tensor) for arg in args[1:]):
+            raise CaptureRefused("training_step splits a tensor where another says")
         return func(*args, **(kwargs or {}))
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any, Final
@@ -19,9 +19,11 @@ from trainer_kit.core.types import Function
 __all__ = [
     "below_autograd",
     "has_gradient_hooks",
+    "have_gradient_hooks",
     "hook_tables",
     "is_operator",
     "kernel_of",
+    "reads_lengths",
     "reads_value",
     "trace_operators",
 ]
@@ -80,5 +82,18 @@ def hook_tables(module: nn.Module) -> list[dict[int, Callable[..., object]]]:
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """Whether something listens to the gradient of a parameter. Without a name nothing is captured."""
-    hooks, late_hooks = _GRADIENT_HOOKS(parameter)
-    return bool(hooks or late_hooks)
+    return any(_GRADIENT_HOOKS(parameter))
+
+
+def have_gradient_hooks(parameters: Iterable[Tensor]) -> bool:
+    """Whether something listens to the gradient of any parameter; one Python call, as it is asked in every step."""
+    return any(map(any, map(_GRADIENT_HOOKS, parameters)))
+
+
+def reads_lengths(graph: torch.fx.Graph) -> bool:
+    """Whether a graph holds lengths of packed sequences as constants: their operators read them past the trace."""
+    packs = torch.ops.aten._pack_padded_sequence
+    return any(
+        node.op == "call_function" and node.target in (packs, packs.default)
+        for node in graph.nodes
+    )
