@@ -157,6 +157,21 @@ def test_a_shuffle_buffer_holds_positions_and_no_samples() -> None:
     assert len(source.loaded) == 500
 
 
+def test_a_resume_knows_that_a_shuffled_source_has_ended() -> None:
+    """The resumed mixture went on until the turn of the source that had ended."""
+
+    def mixture() -> Any:
+        sources = {"a": shuffle(range(10), 4), "b": range(100, 190)}
+        return mix(sources, {"a": 1, "b": 9}, until="all")
+
+    order = list(mixture())
+    for position in range(len(order) - 15, len(order) + 1):
+        state = state_after(mixture(), position)
+        resumed = mixture()
+        resumed.load_state_dict(state)
+        assert list(resumed) == order[position:]
+
+
 def test_a_resume_loads_no_sample_twice() -> None:
     state = state_after(shuffle(Loads(1000), 20), 500)
     source = Loads(1000)

@@ -128,12 +128,15 @@ class _BufferCursor(Cursor):
         self._size = stream.buffer
         self._seed = derive_seed(stream.seed, epoch)
         self._yielded = 0
+        self._ended = False
         # An array of 64-bit integers: a state copies it after every batch.
         self._positions = array("q")
         source_state = None
         if state is not None:
             self._yielded = state["yielded"]
             source_state = state["source"]
+            # A mixture asks whether its source has ended. Older states do not tell, until the next draw.
+            self._ended = state.get("ended", False)
             self._positions.extend(integers_from_bytes(source_state["needed"]))
         # The samples of the buffer are not saved, only their positions: a resume reads them again.
         self._source = ReplayedCursor(
@@ -156,7 +159,6 @@ class _BufferCursor(Cursor):
             self._positions,
             default=self._source.read,
         )
-        self._ended = False
 
     def has_ended(self) -> bool:
         return self._ended and not self._draws
@@ -212,7 +214,11 @@ class _BufferCursor(Cursor):
             self._positions,
             earliest,
         )
-        return {"yielded": self._yielded, "source": source_state}
+        return {
+            "yielded": self._yielded,
+            "source": source_state,
+            "ended": self._ended,
+        }
 
 
 @final
