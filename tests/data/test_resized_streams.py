@@ -122,6 +122,40 @@ class StatefulByEnvironment(ByEnvironment):
         self.position = state["position"]
 
 
+class Augments(StatefulByEnvironment):
+    """Yields the same samples on every rank, changed by numbers of the global generator."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(self.position, 12):
+            self.position += 1
+            yield torch.tensor([index]) + torch.rand(1) / 2
+        self.position = 0
+
+
+def test_ranks_compare_batches_under_equal_generators_on_a_resume() -> None:
+    """A stream that draws from the global generator differed from rank to rank, and was refused."""
+    saved = Feed(Augments())
+    list(islice(saved.epoch(0), 4))
+    state = saved.loader_state.state_dict(0, 4)
+    compared = []
+
+    def agree(row: list[float]) -> list[list[float]]:
+        compared.append(row)
+        return [row, row]
+
+    samples = []
+    for rank in range(2):
+        feed = Feed(Augments(), rank=rank, size=2, agree=agree)
+        feed.loader_state.load_state_dict([state], rank)
+        torch.manual_seed(rank)
+        before = torch.get_rng_state()
+        batches = feed.epoch(0, 2)
+        assert torch.equal(torch.get_rng_state(), before)
+        samples.append([int(batch) for batch in batches])
+    assert samples == [[4, 6, 8, 10], [5, 7, 9, 11]]
+    assert compared[0] == compared[1]
+
+
 @pytest.mark.parametrize("kind", [ByEnvironment, StatefulByEnvironment])
 def test_a_loader_that_divides_itself_does_not_continue_from_one_rank(
     kind: Any,

@@ -593,8 +593,9 @@ class StreamSource(Source):
             self._load(state["loader"])
         elif self._loaded:
             self._forget()
-        # The next batch of a started epoch is read under the generators of the run.
-        if self._draws_here() and not (resumes and start > 0):
+        # The next batch of a started epoch is read under the generators of the run; one that ranks compare is not.
+        continues = resumes and start > 0 and self._divides_itself is not None
+        if self._draws_here() and not continues:
             seed = derive_seed(self.options.seed, epoch, turn)
             iterator = self._seeded(seed)
         else:
