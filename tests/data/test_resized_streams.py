@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainer_kit.core.errors import CheckpointError
-from trainer_kit.data import EMPTY, Feed, shuffle
+from trainer_kit.data import EMPTY, CombinedLoader, Feed, shuffle
 from trainer_kit.testing import check_loader
 
 # Found again when torchdata's loader starts.
@@ -154,6 +154,30 @@ def test_ranks_compare_batches_under_equal_generators_on_a_resume() -> None:
         samples.append([int(batch) for batch in batches])
     assert samples == [[4, 6, 8, 10], [5, 7, 9, 11]]
     assert compared[0] == compared[1]
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_ranks_compare_loaders_one_after_the_other_at_one_time(start: int) -> None:
+    """In the middle of an epoch each rank compared the second loader when it came to it: one waited for the other."""
+    compared = []
+
+    def agree(row: list[float]) -> list[list[float]]:
+        compared.append(row)
+        return [row, row]
+
+    loader = CombinedLoader([ByEnvironment(), ByEnvironment()], "sequential")
+    feed = Feed(loader, rank=1, size=2, agree=agree)
+    batches = feed.epoch(0, start)
+    assert len(compared) == 2
+    assert [int(batch) for batch in batches] == [1, 3, 5, 7, 9, 11][start:] + [
+        1,
+        3,
+        5,
+        7,
+        9,
+        11,
+    ]
+    assert len(compared) == 2
 
 
 @pytest.mark.parametrize("kind", [ByEnvironment, StatefulByEnvironment])

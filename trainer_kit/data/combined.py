@@ -381,6 +381,7 @@ def _cycled(leaves: list[Leaf], join: Joiner, spots: Sequence[Spot]) -> Iterator
             yield join(batches)
 
 
+_START: Final = Spot(0, 0, False)
 _PASSES = 2**20
 """More than the passes that a loader makes within one epoch."""
 
@@ -503,7 +504,7 @@ class CombinedSource(Source):
         else:
             spots = [Spot(*leaf["spot"]) for leaf in state]
             states = [leaf["state"] for leaf in state]
-        self._spots = list(spots or [Spot(0, 0, False)] * len(lengths))
+        self._spots = list(spots or [_START] * len(lengths))
         # Each pass of a leaf within a pass of the whole has a different order.
         passes = _PASSES * turn
         leaves: list[Leaf] = []
@@ -517,7 +518,8 @@ class CombinedSource(Source):
             if self.stateful:
                 leaf = leaf._replace(open=partial(self._open_recorded, i, opener))
             # Ranks compare the first batches at one time, also of a loader that they reach at different times.
-            if mode == "sequential" and source.divides_itself is None and not start:
+            compares = mode == "sequential" and source.divides_itself is None
+            if compares and spot == _START:
                 leaf = _open_early(leaf)
             leaves.append(leaf)
         return combine(mode, leaves, self._join, start, spots)
