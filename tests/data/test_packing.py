@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from collections import Counter
 from itertools import chain, pairwise
+from types import SimpleNamespace
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import numpy as np
 import pytest
@@ -335,6 +337,18 @@ def test_keys_that_rows_do_not_have_are_named_once() -> None:
     with pytest.warns(UserWarning, match="leave out source, text of") as warnings:
         list(pack(texts, 4))
     assert len(warnings) == 1
+
+
+@pytest.mark.parametrize(("worker", "count"), [(0, 1), (1, 0)])
+def test_one_worker_names_the_keys_that_rows_do_not_have(
+    worker: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = SimpleNamespace(id=worker)
+    monkeypatch.setattr("trainer_kit.data.packing.get_worker_info", lambda: info)
+    with catch_warnings(record=True) as warnings:
+        simplefilter("always")
+        list(pack([{"input_ids": [1, 2], "text": "a"}] * 3, 4))
+    assert len(warnings) == count
 
 
 def test_a_state_within_a_long_document_is_small() -> None:

@@ -12,6 +12,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias, final
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from trainer_kit.core.arguments import typed_function
 from trainer_kit.core.display import plural
@@ -137,7 +138,10 @@ class _Layout:
     shift: bool
     pad: int
     ignore: int
-    reported_keys: set[str] = field(default_factory=set)
+    reported_keys: set[str] = field(
+        default_factory=set,
+        compare=False,
+    )
     """Keys of documents that were named in a warning."""
 
     def document(self, draw: Draw) -> _Document:
@@ -173,6 +177,10 @@ class _Layout:
 
     def _report_keys(self, sample: Mapping[str, Sample]) -> None:
         """Warn once of each key of a document that rows do not have."""
+        # Every worker packs all documents: one of them tells.
+        worker_info = get_worker_info()
+        if worker_info is not None and worker_info.id > 0:
+            return
         left_out = sample.keys() - {self.key, "labels"} - self.reported_keys
         if not left_out:
             return
