@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import pickle
 import random
 from collections import Counter
@@ -483,6 +484,28 @@ def test_a_state_in_the_main_process_is_refused_by_workers() -> None:
     stream.load_state_dict(state_after(shuffle(range(20), 4), 5))
     with pytest.raises(DataError, match="would hold for every epoch of the workers"):
         list(DataLoader(stream, num_workers=1))
+
+
+def test_a_state_is_read_in_another_process_without_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process that a launcher forks has a copy of a stream whose position was loaded before."""
+    stream = shuffle(range(20), 4)
+    stream.load_state_dict(state_after(shuffle(range(20), 4), 5))
+    process = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: process + 1)
+    assert list(stream) == list(shuffle(range(20), 4))[5:]
+
+
+def test_positions_of_another_kind_are_refused() -> None:
+    """The first one would be taken for their number, and left out."""
+    stream = shuffle(range(20), 4)
+    state = state_after(shuffle(range(20), 4), 5)
+    source_state = state["cursor"]["source"]
+    source_state["needed"] = torch.tensor(integers_from_bytes(source_state["needed"]))
+    stream.load_state_dict(state)
+    with pytest.raises(CheckpointError, match="saved as bytes, and here they are"):
+        iter(stream)
 
 
 def to_zero(drawn: int) -> dict[str, float]:

@@ -76,7 +76,18 @@ def integers_to_bytes(values: Sequence[int]) -> bytes:
 
 
 def integers_from_bytes(content: bytes) -> list[int]:
-    """Return the integers of `integers_to_bytes`."""
+    """Return the integers of `integers_to_bytes`.
+
+    Raises:
+        CheckpointError: something else, in a state of an older version.
+    """
+    if not isinstance(content, bytes):
+        raise CheckpointError(
+            "loaders",
+            None,
+            f"the positions in a stream are saved as bytes, and here they are {kind_of(content)}",
+            fix="resume with the version that saved them, or from the end of an epoch",
+        )
     return array("q", content).tolist()[1:]
 
 
@@ -168,7 +179,9 @@ class Stream(IterableDataset[Sample], ABC):
     def __iter__(self) -> Iterator[Sample]:
         saved = self._saved
         self._saved = None
-        if saved is not None and self._loaded_by != os.getpid():
+        # A process that was forked to train has a copy of the stream, and no workers.
+        in_worker = get_worker_info() is not None
+        if saved is not None and in_worker and self._loaded_by != os.getpid():
             raise DataError(
                 "a position that is loaded in the main process would hold for every epoch of the workers",
                 found=f"load_state_dict of a {kind_of(self)}, and a loader with workers",
