@@ -37,7 +37,8 @@ def shuffle(
     With a buffer, as many samples are held, and each one that is yielded is replaced by the next one of the stream. The
     state holds their *positions* in the stream, ``buffer`` integers, and no sample: a resume reads the last samples
     again, at most 6 times the buffer, and continues with the same samples in the same order. For that a sample leaves
-    the buffer at the latest when 4 times as many others were read after it.
+    the buffer at the latest when 4 times as many others were read after it. A checkpoint can hold about 25 million of
+    these integers over all ranks and workers.
 
     Without a buffer the order is a permutation of the whole dataset, which must be map-style. It is computed index by
     index: neither the order nor the state takes memory.
