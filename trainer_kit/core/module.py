@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from trainer_kit.core.errors import ConfigurationError
@@ -98,8 +99,10 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
     def _repr_html_(self) -> str:
         rows = []
         for name, child in self.named_children():
-            count = sum(map(Tensor.numel, child.parameters()))
-            rows.append((name, type(child).__name__, f"{count:,}"))
+            rows.append(_part_row(name, child, child.parameters()))
+        # Those that the module itself holds.
+        for name, parameter in self.named_parameters(recurse=False):
+            rows.append(_part_row(name, parameter, [parameter]))
         return html_table(type(self).__name__, rows, ["Name", "Type", "Params"])
 
     # -- what users define ---------------------------------------------------------------------------------------
@@ -634,6 +637,20 @@ def _without_run(module: TrainModule) -> Iterator[None]:
     finally:
         for state, values in zip(states, removed, strict=True):
             state.update(values)
+
+
+def _part_row(
+    name: str, part: object, parameters: Iterable[nn.Parameter]
+) -> tuple[str, str, str]:
+    """The name, the class and the number of parameters of a part of a module."""
+    kind = type(part).__name__
+    count = 0
+    for parameter in parameters:
+        # Of a lazy layer, before its first batch.
+        if is_lazy(parameter):
+            return name, kind, "not initialized"
+        count += parameter.numel()
+    return name, kind, f"{count:,}"
 
 
 def _collect_parameters(optimizers: Iterable[Optimizer]) -> set[nn.Parameter]:
