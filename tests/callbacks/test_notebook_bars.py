@@ -1,7 +1,7 @@
 """What a fit draws in a notebook, with stand-ins for the notebook, its widgets and IPython's display."""
 
-import builtins
 import multiprocessing
+import sys
 import warnings
 from types import SimpleNamespace
 
@@ -41,7 +41,8 @@ class Widget(Traits):
 def kernel(monkeypatch):
     """A notebook without ipywidgets."""
     shell = SimpleNamespace(kernel=object())
-    monkeypatch.setattr(builtins, "get_ipython", lambda: shell, raising=False)
+    ipython = SimpleNamespace(get_ipython=lambda: shell)
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
     notebook._import_widget_bar.cache_clear()
     yield
     notebook._import_widget_bar.cache_clear()
@@ -135,6 +136,7 @@ def test_a_forked_process_draws_text(displayed, monkeypatch):
 
 
 def test_a_terminal_of_ipython_is_no_notebook(monkeypatch):
-    monkeypatch.setattr(builtins, "get_ipython", SimpleNamespace, raising=False)
+    ipython = SimpleNamespace(get_ipython=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
     assert not notebook.in_notebook()
     assert notebook.widget_bar_class() is None

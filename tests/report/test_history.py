@@ -3,6 +3,8 @@
 import copy
 import json
 import math
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import matplotlib as mpl
 import pytest
@@ -137,6 +139,13 @@ class Net(tk.TrainModule):
         self.encoder = torch.nn.Linear(3, 2)
 
 
+class Scaled(Net):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(7))
+        self.head = torch.nn.LazyLinear(3)
+
+
 class Data(tk.DataModule):
     def __init__(self, path="<b>", api_token="secret"):
         super().__init__()
@@ -148,6 +157,7 @@ class Data(tk.DataModule):
     ("shown", "texts"),
     [
         (Net(), ["Net", "encoder", "Linear", "8"]),
+        (Scaled(), ["8", "LazyLinear", "not initialized", "scale", "Parameter", ">7<"]),
         (Data(), ["Data", "&lt;b&gt;", "***"]),
         (tk.callbacks.EarlyStopping("val", patience=7), ["patience", "7", "val"]),
         (tk.strategies.DDPStrategy(), ["DDPStrategy"]),
@@ -169,6 +179,78 @@ def test_a_notebook_shows_a_small_table(shown, texts):
     assert "<b></" not in page
     assert "secret" not in page
     assert len(page) < 5000
+
+
+class Login(NamedTuple):
+    user: str
+    password: str
+
+
+@dataclass
+class Store:
+    url: str
+    api_key: bytes
+
+
+class Client:
+    def __str__(self):
+        return "client of https://me:hunter2@host"
+
+    __repr__ = __str__
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (Login("me", "hunter2"), "&#x27;password&#x27;: ***"),
+        (Store("s3://me:hunter2@host", b"hunter2"), "&#x27;api_key&#x27;: ***"),
+        ({"https://me:hunter2@host"}, "me:***@host"),
+        ({"db": {"password": ["hunter2"]}}, "***"),
+        (Client(), "client of https://me:***@host"),
+        ([Client()], "me:***@host"),
+        (b"https://me:hunter2@host/", "me:***@host"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_no_secret_is_shown_whatever_holds_it(value, text):
+    page = Data(value)._repr_html_()
+    assert "hunter2" not in page
+    assert text in page
+
+
+@pytest.mark.parametrize(
+    "value", [b"hunter2", ["hunter2"], Login("me", "hunter2"), Client()]
+)
+def test_the_value_of_a_secret_name_is_not_shown(value):
+    page = Data("path", value)._repr_html_()
+    assert "hunter2" not in page
+    assert "***" in page
+
+
+def test_a_secret_that_is_not_set_is_shown_as_such():
+    assert ">None<" in Data("path", None)._repr_html_()
+    assert "***" not in Data("path", "")._repr_html_()
+
+
+class Endless(list):
+    """Fails the test where all of it is read."""
+
+    def __iter__(self):
+        yield from range(100)
+        raise AssertionError("a table shows a few items")
+
+    def __repr__(self):
+        raise AssertionError("a table shows a few items")
+
+
+def test_a_table_builds_no_text_that_it_does_not_show():
+    assert "[0, 1, 2," in Data(Endless([0]))._repr_html_()
+    assert "[0, 1, 2," in Data(list(range(10_000_000)))._repr_html_()
+    page = Data({"weight": torch.zeros(2, 3), "of": {}})._repr_html_()
+    assert "Tensor of shape (2, 3)" in page
+    assert "&#x27;of&#x27;: {}" in page
+    lazy = torch.nn.LazyLinear(3).weight
+    assert "UninitializedParameter, not initialized" in Data(lazy)._repr_html_()
 
 
 def test_a_trainer_shows_its_parts_before_and_after_a_fit(tmp_path):

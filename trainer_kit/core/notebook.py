@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import builtins
+import dataclasses
 import multiprocessing
+import reprlib
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from html import escape
 from inspect import signature
+from itertools import islice
 from types import MappingProxyType
 from typing import Final, TextIO, TypeAlias
 
-from trainer_kit.core.display import mask_secrets
+from trainer_kit.core.display import MASK, holds_secret, mask_text
 
 __all__ = [
     "html_arguments",
@@ -27,6 +29,8 @@ __all__ = [
 _LockArguments: TypeAlias = tuple[bool | None, float | None] | tuple[bool | None] | None
 _LONGEST_CELL: Final = 300
 """Characters of a value that a table shows."""
+_NO_VALUE: Final = ("", "''", "b''", "None")
+"""Texts of values that are no secret, whatever their name."""
 _CELL: Final = 'style="text-align:left;vertical-align:top;white-space:pre-wrap"'
 
 
@@ -37,8 +41,8 @@ def in_notebook() -> bool:
         >>> in_notebook()
         False
     """
-    # IPython installs the function; only the shell of a notebook has a kernel.
-    get_shell = getattr(builtins, "get_ipython", None)
+    # Not the builtin of this name, which exists only while a cell runs. Only the shell of a notebook has a kernel.
+    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return get_shell is not None and hasattr(get_shell(), "kernel")
 
 
@@ -131,6 +135,100 @@ def _cell(tag: str, value: object) -> str:
     return f"<{tag} {_CELL}>{escape(text)}</{tag}>"
 
 
+class _CellTexts(reprlib.Repr):
+    """Short texts of values: a few items of each container, the shape of a tensor, and secrets masked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxdict = self.maxlist = self.maxtuple = 12
+
+    def name_value(self, name: str, value: object) -> str:
+        """The text of a value with a name."""
+        if isinstance(value, str):
+            return _mask_named(name, mask_text(value))
+        return _mask_named(name, self.repr(value))
+
+    def repr_str(self, x: str, level: int) -> str:
+        return repr(mask_text(x)[:_LONGEST_CELL])
+
+    def repr_dict(self, x: Mapping[object, object], level: int) -> str:
+        # Not that of reprlib, which sorts all names.
+        if level <= 0:
+            return "{...}"
+        items = []
+        inner = level - 1
+        for name in islice(x, self.maxdict):
+            key = self.repr1(name, inner)
+            text = self.repr1(x[name], inner)
+            text = _mask_named(str(name), text)
+            items.append(f"{key}: {text}")
+        if len(x) > self.maxdict:
+            items.append("...")
+        return f"{{{', '.join(items)}}}"
+
+    def repr_set(self, x: set[object] | frozenset[object], level: int) -> str:
+        if not x:
+            return repr(x)
+        # Not that of reprlib, which sorts all items.
+        items = self._repr_first(x, level)
+        return f"{{{items[1:-1]}}}"
+
+    repr_frozenset = repr_set
+
+    def repr_instance(self, x: object, level: int) -> str:
+        shape = _shape_text(x)
+        if shape is not None:
+            return shape
+        fields = _named_fields(x)
+        if isinstance(fields, Mapping):
+            return self.repr_dict(fields, level)
+        if isinstance(x, (list, tuple, set, frozenset)):
+            return self._repr_first(x, level)
+        if level == self.maxlevel:
+            return mask_text(str(x))
+        return mask_text(repr(x))
+
+    def _repr_first(self, items: Iterable[object], level: int) -> str:
+        first = islice(items, self.maxlist + 1)
+        return self.repr_list(list(first), level)
+
+
+def _mask_named(name: str, text: str) -> str:
+    """``text``, unless ``name`` is that of a secret and has a value."""
+    if text not in _NO_VALUE and holds_secret("text", name):
+        return MASK
+    return text
+
+
+def _shape_text(value: object) -> str | None:
+    """The text of a tensor or an array, whose numbers may be many and on another device; None for anything else."""
+    # Messages of processes without torch pass through this file too.
+    from numpy import ndarray
+    from torch import Tensor
+    from torch.nn.parameter import is_lazy
+
+    if not isinstance(value, (Tensor, ndarray)):
+        return None
+    kind = type(value).__name__
+    if isinstance(value, Tensor) and is_lazy(value):
+        return f"{kind}, not initialized"
+    return f"{kind} of shape {tuple(value.shape)}"
+
+
+def _named_fields(value: object) -> object:
+    """A mapping of the fields of a named tuple or of a dataclass; anything else is returned as it is."""
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return value._asdict()
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    contents = {}
+    for field in dataclasses.fields(value):
+        # A field that ``__init__`` does not take may have no value yet.
+        contents[field.name] = getattr(value, field.name, None)
+    return contents
+
+
 def html_arguments(
     instance: object, hparams: Mapping[str, object] = MappingProxyType({})
 ) -> str:
@@ -148,11 +246,12 @@ def html_arguments(
         '<table><caption ...><b>Every</b></caption><tr><th ...>steps</th><td ...>3</td></tr></table>'
     """
     values = {**hparams, **vars(instance)}
+    texts = _CellTexts()
     rows = []
     for name in signature(type(instance)).parameters:
         for attribute in (name, f"_{name}"):
             if attribute in values:
-                rows.append((name, mask_secrets(values[attribute], name)))
+                rows.append((name, texts.name_value(name, values[attribute])))
                 break
     return html_table(type(instance).__name__, rows)
 
