@@ -613,7 +613,7 @@ class Trainer(Session):
     def history(self) -> History:
         """The logged values of the last fit as a table: one row for each step at which something was logged.
 
-        They are read from the journal in `run_dir`, so a step costs nothing, and a resumed run has the rows before its
+        Each access reads the journal in `run_dir`: a step costs nothing, and a resumed run has the rows before its
         restart too. Values of the last moments of a running fit may be missing.
 
         Raises:
@@ -628,7 +628,16 @@ class Trainer(Session):
             >>> [row["step"] for row in trainer.history]
             [1, 2]
         """
-        return History.read_fit(self)
+        attributes = vars(self)
+        if "history" not in attributes:
+            return History.read_fit(self)
+        replacement: History = attributes["history"]
+        return replacement
+
+    @history.setter
+    def history(self, value: object) -> None:
+        # A subclass or a callback may have an attribute of this name.
+        vars(self)["history"] = value
 
     @property
     def report(self) -> InlineReport:
@@ -637,7 +646,16 @@ class Trainer(Session):
         Raises:
             ConfigurationError: this Trainer has no logger, so there is no page.
         """
-        return InlineReport.locate(self)
+        attributes = vars(self)
+        if "report" not in attributes:
+            return InlineReport.locate(self)
+        replacement: InlineReport = attributes["report"]
+        return replacement
+
+    @report.setter
+    def report(self, value: object) -> None:
+        # A subclass or a callback may have an attribute of this name.
+        vars(self)["report"] = value
 
     _repr_html_ = trainer_table
 

@@ -83,6 +83,19 @@ def test_without_a_logger_there_is_none():
             getattr(trainer, name)
 
 
+class HasHistory(tk.Trainer):
+    def __init__(self, **options):
+        self.history = []
+        super().__init__(**options)
+
+
+def test_an_attribute_of_a_user_replaces_the_table_and_the_page():
+    trainer = HasHistory(logger=False, accelerator="cpu")
+    assert trainer.history == []
+    trainer.report = None
+    assert trainer.report is None
+
+
 def test_a_long_series_keeps_its_extremes(tmp_path):
     journal = tmp_path / "journal.jsonl"
     lines = []
@@ -108,6 +121,24 @@ def test_plot_draws_the_logged_steps(tmp_path):
         ConfigurationError, match=r"(?s)nothing was logged as 'los'.*loss"
     ):
         history.plot("los")
+
+
+def test_plot_marks_a_single_value_and_warns_of_nothing(tmp_path, recwarn):
+    mpl.use("agg")
+    once = History({"loss": ([1], [0.5]), "val": ([1, 2], [1, 2])})
+    single, several = once.plot().lines
+    assert single.get_marker() == "o"
+    assert several.get_marker() == ""
+    assert History({}).plot().get_legend() is None
+    mpl.pyplot.close("all")
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("index", ["loss", slice(-10, None)])
+def test_what_is_no_position_is_answered_with_to_pandas(index):
+    history = History({"loss": ([1], [0.5])})
+    with pytest.raises(ConfigurationError, match="to_pandas"):
+        history[index]
 
 
 def test_pandas_has_a_column_for_each_name():

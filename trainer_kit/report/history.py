@@ -107,7 +107,17 @@ class History:
             yield self[index]
 
     def __getitem__(self, index: int) -> _Row:
-        """The row at a position: its ``step``, and the values that were logged at it, by name."""
+        """The row at a position: its ``step``, and the values that were logged at it, by name.
+
+        Raises:
+            ConfigurationError: ``index`` is a slice or a name.
+        """
+        if isinstance(index, (slice, str)):
+            raise ConfigurationError(
+                "history[...] takes the position of a row",
+                found=f"history[{index!r}]",
+                fix="list(history)[-10:] for several rows, history.to_pandas()[name] for a column",
+            )
         row: _Row = {"step": int(self._steps[index])}
         for name, column in self._values.items():
             if self._is_logged[name][index]:
@@ -162,9 +172,15 @@ class History:
         for name in drawn:
             is_logged = self._is_logged[name]
             steps = self._steps[is_logged]
-            axes.plot(steps, self._values[name][is_logged], label=name)
+            values = self._values[name][is_logged]
+            marker = ""
+            # A line through one point draws nothing.
+            if len(values) == 1:
+                marker = "o"
+            axes.plot(steps, values, marker=marker, label=name)
         axes.set_xlabel("step")
-        axes.legend()
+        if drawn:
+            axes.legend()
         return axes
 
     def _cells(self) -> list[list[str]]:
