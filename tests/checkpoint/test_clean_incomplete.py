@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -103,6 +104,28 @@ def test_the_new_checkpoint_is_durable_before_the_old_one_is_deleted(
     assert clean_incomplete(tmp_path) == ["step-12"]
     assert not old.exists()
     assert present_at_sync[0] == (tmp_path, True)
+
+
+def test_without_durable_names_only_what_may_be_a_replaced_checkpoint_stays(
+    saved, tmp_path, monkeypatch
+):
+    """Some network file systems refuse to synchronize a directory."""
+    replaced = dead_name(saved, "tmp")
+    shutil.copytree(saved, replaced)
+    unfinished = dead_name(tmp_path / "step-13")
+    shutil.copytree(saved, unfinished)
+    real_sync = commit.sync_directory
+    failures = iter([OSError(errno.EINVAL, "Invalid argument")])
+
+    def sync(directory):
+        for failure in failures:
+            raise failure
+        real_sync(directory)
+
+    monkeypatch.setattr(commit, "sync_directory", sync)
+    assert clean_incomplete(tmp_path) == ["step-13"]
+    assert replaced.exists()
+    assert not unfinished.exists()
 
 
 def test_only_our_own_dead_work_is_cleaned(saved, tmp_path):

@@ -318,6 +318,41 @@ def test_a_swap_that_cannot_be_undone_leaves_both_checkpoints(
     assert same(read_checkpoint(old), make_state())
 
 
+def test_a_swap_that_can_neither_be_undone_nor_renamed_leaves_both_checkpoints(
+    saved, tmp_path, monkeypatch, same, make_state
+):
+    """The failed save deletes its directory, but not the previous checkpoint in its place."""
+    real_rename, real_sync = os.rename, commit.sync_directory
+    swaps = iter([True, False])
+
+    def swap_once(one, other):
+        if not next(swaps):
+            return False
+        spare = tmp_path / "spare"
+        real_rename(other, spare)
+        real_rename(one, other)
+        real_rename(spare, one)
+        return True
+
+    def sync(path):
+        if path == tmp_path:
+            raise OSError(errno.EIO, "Input/output error")
+        real_sync(path)
+
+    def rename(one, other):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(commit, "_exchange", swap_once)
+    monkeypatch.setattr(commit, "sync_directory", sync)
+    monkeypatch.setattr(commit.os, "rename", rename)
+    with pytest.raises(CheckpointError, match="Input/output error") as error:
+        write_checkpoint(saved, {"progress": {"step": 13}}, overwrite=True)
+    assert read_checkpoint(saved) == {"progress": {"step": 13}}
+    (previous,) = tmp_path.glob(".step-12.*.tmp")
+    assert same(read_checkpoint(previous), make_state())
+    assert previous.name in str(error.value)
+
+
 def test_the_second_rename_failing_puts_the_old_one_back(
     saved, tmp_path, monkeypatch, same, make_state
 ):

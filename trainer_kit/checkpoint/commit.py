@@ -314,6 +314,7 @@ def work_directory(
         return
     work = staged or hidden_path(target, "tmp")
     new_parents = missing_directories(target.parent)
+    new_directory: os.stat_result | None = None
     try:
         make_directories(new_parents)
         # Before anything is written: a full disk should not hold half a checkpoint meanwhile.
@@ -322,6 +323,7 @@ def work_directory(
             work.mkdir()
         else:
             _check_staged(staged)
+        new_directory = work.stat()
         yield work
         # From here on the manifest alone says that the save is whole.
         (work / _STAGED).unlink(missing_ok=True)
@@ -333,8 +335,10 @@ def work_directory(
         else:
             _rename(work, target)
     except BaseException as error:
-        # Also after a failed commit, which has given the directory its hidden name back.
-        shutil.rmtree(work, ignore_errors=True)
+        # Also after a failed commit, which has given the directory its hidden name back. Where it could not, the
+        # previous checkpoint has that name.
+        if new_directory is None or _has_name(new_directory, work):
+            shutil.rmtree(work, ignore_errors=True)
         for parent in new_parents:
             # It fails where another process has written into the directory since.
             with suppress(OSError):
@@ -342,6 +346,14 @@ def work_directory(
         if isinstance(error, OSError):
             raise io_failure(target, error, needed) from error
         raise
+
+
+def _has_name(directory: os.stat_result, path: Path) -> bool:
+    """Whether a directory is the one at ``path`` now."""
+    try:
+        return os.path.samestat(directory, path.stat())
+    except OSError:
+        return False
 
 
 def remove_checkpoint(path: str | os.PathLike[str]) -> None:
@@ -385,14 +397,17 @@ def clean_incomplete(directory: str | os.PathLike[str]) -> list[str]:
     # Entries that end in .old come first: a checkpoint is restored before leftovers of its replacement are deleted.
     entries = list(root.iterdir())
     entries.sort(key=lambda entry: entry.name.endswith(".tmp"))
+    stale_entries: list[tuple[Path, Hidden]] = []
     for entry in entries:
         hidden = Hidden.parse(entry.name)
         # Of a live process, or one of another host that cannot be seen, it may be a save under way.
-        if hidden is None or not hidden.stale or entry.is_symlink():
-            continue
+        if hidden is not None and hidden.stale and not entry.is_symlink():
+            stale_entries.append((entry, hidden))
+    is_durable = bool(stale_entries) and _sync_names(root)
+    for entry, hidden in stale_entries:
         # Another process may clean at the same time.
         with suppress(FileNotFoundError):
-            if _clean_entry(entry, hidden):
+            if _clean_entry(entry, hidden, is_durable):
                 cleaned.append(hidden.target)
     if cleaned:
         # A restored checkpoint must not disappear again with a power failure.
@@ -400,8 +415,23 @@ def clean_incomplete(directory: str | os.PathLike[str]) -> list[str]:
     return cleaned
 
 
-def _clean_entry(entry: Path, hidden: Hidden) -> bool:
-    """Delete or restore a hidden entry of a dead process; False where it stays."""
+def _sync_names(directory: Path) -> bool:
+    """Whether the names in a directory are durable now: some file systems cannot do that for a directory."""
+    try:
+        sync_directory(directory)
+    except OSError:
+        return False
+    return True
+
+
+def _clean_entry(entry: Path, hidden: Hidden, is_durable: bool) -> bool:
+    """Delete or restore a hidden entry of a dead process; False where it stays.
+
+    Args:
+        entry: the file or directory.
+        hidden: its parsed name.
+        is_durable: whether the names in its directory are.
+    """
     if entry.is_file():
         if hidden.target not in _SINGLE_FILES:
             return False
@@ -419,7 +449,8 @@ def _clean_entry(entry: Path, hidden: Hidden) -> bool:
     if not _holds_only_a_save(entry):
         return False
     # It may be the checkpoint that another one replaced just before the kill: that one must be durable first.
-    sync_directory(entry.parent)
+    if not is_durable and os.path.lexists(target):
+        return False
     shutil.rmtree(entry, ignore_errors=True)
     return True
 
@@ -544,9 +575,12 @@ def _replace(work: Path, target: Path) -> None:
             # Whether the swap is durable is unknown: the save fails, and the old checkpoint gets its name back.
             if _exchange(work, target):
                 raise
-            # It is the only checkpoint that is surely durable: under this name, a failed save does not delete it.
+            # It is the only checkpoint that is surely durable: a failed save does not delete it.
             old = hidden_path(target, "old")
-            os.rename(work, old)
+            try:
+                os.rename(work, old)
+            except OSError:
+                old = work
             if not isinstance(error, OSError):
                 # An interrupt stays an interrupt.
                 raise
