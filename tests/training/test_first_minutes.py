@@ -19,6 +19,7 @@ from trainer_kit.core.errors import (
     DataError,
     LogError,
 )
+from trainer_kit.core.state_names import load_module_weights
 from trainer_kit.testing import TinyModule
 
 BATCHES = [torch.randn(4, 32) for _ in range(2)]
@@ -80,6 +81,22 @@ def test_weights_of_other_shapes_have_a_note_with_the_usual_cause(tmp_path):
         assert (
             "use the saved arguments, as Module.load_from_checkpoint(path) does" in note
         )
+
+
+def test_the_note_on_other_weights_is_for_no_other_error():
+    class OutOfMemory(nn.Linear):
+        def load_state_dict(self, *args, **options):
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        load_module_weights(OutOfMemory(2, 2), {}, strict=True)
+    assert not hasattr(error.value, "__notes__")
+    # A module that has no load_from_checkpoint.
+    with pytest.raises(RuntimeError, match="Missing key") as error:
+        load_module_weights(nn.Linear(2, 2), {}, strict=True)
+    cause, way_out = error.value.__notes__
+    assert cause.endswith("than the one in the checkpoint")
+    assert "strict=False" in way_out
 
 
 def test_load_from_checkpoint_of_a_directory_of_checkpoints_names_them(tmp_path):

@@ -146,8 +146,8 @@ class Monitor:
             return
         names = ", ".join(logged_names) or "nothing"
         trainer.print(
-            f"{self.owner} monitors {self.name!r}, and the sanity check's validation logged {names}: unless another"
-            " step or callback logs it, the first epoch ends with an error"
+            f"{self.owner} monitors {self.name!r}, and the sanity check's validation logged {names}: if nothing"
+            " else logs it, the first check of this value raises an error"
         )
 
     def missing(self, trainer: TrainerLike) -> ConfigurationError:

@@ -111,9 +111,10 @@ def _renamed(state: SavedState, names: Mapping[str, str]) -> SavedState:
     return renamed
 
 
-_OTHER_MODULE: Final = (
-    "the module was built with other arguments, or by other code, than the one in the checkpoint: use the saved"
-    " arguments, as Module.load_from_checkpoint(path) does after self.save_hyperparameters() in __init__"
+_OTHER_MODULE: Final = "the module was built with other arguments, or by other code, than the one in the checkpoint"
+_SAVED_ARGUMENTS: Final = (
+    ": use the saved arguments, as Module.load_from_checkpoint(path) does after self.save_hyperparameters() in"
+    " __init__"
 )
 _OTHER_NAMES: Final = "with strict=False, or self.strict_loading = False, parameters with other names keep their values"
 
@@ -137,14 +138,28 @@ def load_module_weights(
     try:
         result = module.load_state_dict(weights, strict=strict, **options)
     except RuntimeError as error:
-        add_note(error, _OTHER_MODULE)
-        if "size mismatch" not in str(error):
-            add_note(error, _OTHER_NAMES)
+        _explain(error, module)
         raise
     # None from a module whose ``load_state_dict`` returns nothing.
     if not strict and result is not None:
         missing, unexpected = (list(map(state_name, names)) for names in result)
         report_differences(missing, unexpected)
+
+
+def _explain(error: RuntimeError, module: nn.Module) -> None:
+    """Add the usual cause to torch's error about other names or shapes; any other error has another cause."""
+    problem = str(error)
+    has_other_shapes = "size mismatch" in problem
+    has_other_names = "Missing key" in problem or "Unexpected key" in problem
+    if not has_other_shapes and not has_other_names:
+        return
+    note = _OTHER_MODULE
+    # A plain module of torch has no such method.
+    if hasattr(module, "load_from_checkpoint"):
+        note += _SAVED_ARGUMENTS
+    add_note(error, note)
+    if not has_other_shapes:
+        add_note(error, _OTHER_NAMES)
 
 
 def report_differences(missing: Collection[str], unexpected: Collection[str]) -> None:
