@@ -134,6 +134,10 @@ def test_the_error_for_a_missing_argument_is_python_s() -> None:
             r"mix\(weights=\) has the wrong type",
         ),
         (
+            lambda: data.mix({"a": [1]}, [1] * 100),  # type: ignore[arg-type]
+            r"found: weights=\[1, 1, .{190,194}\.\.\.\n",
+        ),
+        (
             lambda: data.pack([[1]], "8"),  # type: ignore[arg-type]
             r"pack\(tokens=\) has the wrong type\n  found: tokens='8'\n  fix:   tokens takes int",
         ),

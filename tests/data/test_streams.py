@@ -276,6 +276,12 @@ def test_where_an_epoch_ends(until: Any, expected: str, epochs: Any) -> None:
     assert sum(mixture.counts.values()) == len(expected)
 
 
+def test_weights_may_be_tensors() -> None:
+    weights = {"a": torch.tensor(3), "b": torch.tensor(1.0)}
+    mixture = mix({"a": [1], "b": [2]}, weights, until=8)
+    assert Counter(mixture) == {1: 6, 2: 2}
+
+
 def test_a_mixture_without_an_end() -> None:
     mixture = mix({"a": [1, 2], "b": [3]}, until=None)
     assert len(list(islice(mixture, 100))) == 100

@@ -17,10 +17,12 @@ from types import MappingProxyType
 from typing import (
     Any,
     ClassVar,
+    Final,
     Literal,
     NamedTuple,
     ParamSpec,
     Protocol,
+    SupportsFloat,
     TypeAlias,
     TypeVar,
     Union,
@@ -53,6 +55,8 @@ __all__ = [
 
 _Annotation: TypeAlias = Any
 """An annotation at run time: a class, or a special form of ``typing``."""
+_SHOWN: Final = 200
+"""The most characters of a value in a message."""
 # What `known_arguments` checks, by the annotation as written: a string where True belongs would count as true, and no
 # later code would notice.
 _SWITCHES = {"bool": bool, "bool | None": bool | None}
@@ -265,9 +269,12 @@ def check_type(
     origin: _Annotation = get_origin(kind)
     if origin is collections.abc.Mapping:
         text = f'a dict, {text}: {name}={{"name": ...}}'
+    shown = repr(value)
+    if len(shown) > _SHOWN:
+        shown = f"{shown[:_SHOWN]}..."
     raise ConfigurationError(
         f"{owner}({name}=) has the wrong type",
-        found=f"{name}={value!r:.200}",
+        found=f"{name}={shown}",
         fix=f"{name} takes {text}",
     )
 
@@ -302,7 +309,7 @@ def _is_plain(kind: _Annotation) -> bool:
         return all(map(_is_plain, compared))
     if origin in (collections.abc.Callable, os.PathLike):
         return True
-    return kind in (int, float, bool, str, Path, types.NoneType)
+    return kind in (int, float, SupportsFloat, bool, str, Path, types.NoneType)
 
 
 def check_timeout(timeout: object, owner: str) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Final, Literal, TypeAlias, final
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, Literal, SupportsFloat, TypeAlias, final
 
 from trainer_kit.core.arguments import typed_function
 from trainer_kit.core.errors import (
@@ -36,7 +36,9 @@ _ENDS: Final = ("first", "all")
 @typed_function
 def mix(
     sources: Mapping[str, object],
-    weights: Mapping[str, float] | Callable[[int], Mapping[str, float]] | None = None,
+    weights: Mapping[str, SupportsFloat]
+    | Callable[[int], Mapping[str, float]]
+    | None = None,
     *,
     seed: int = 0,
     until: _Until = "first",
@@ -69,6 +71,7 @@ def mix(
         A stream for a ``DataLoader``, or for another function of `trainer_kit.data`.
 
     Raises:
+        ConfigurationError: an argument of another type, such as a name that is no string.
         DataError: no sources, weights for other names or with a wrong value, one iterable in two sources; while
             reading: an empty source, or sources of which only some divide themselves among the ranks.
 
@@ -93,11 +96,9 @@ def mix(
         )
     streams = {name: as_stream(source) for name, source in sources.items()}
     _refuse_shared(streams)
-    if weights is None:
-        weights = dict.fromkeys(streams, 1.0)
     mixture = Mixture(
         streams,
-        weights,
+        _as_floats(weights, streams),
         seed=seed,
         until=until,
         key=key,
@@ -107,10 +108,21 @@ def mix(
     if until == "all" and not callable(weights) and 0 in shares.values():
         raise DataError(
             'with until="all" every source must be read',
-            found=f"weights={dict(weights)}",
+            found=f"weights={weights}",
             fix="leave out the source with weight 0",
         )
     return mixture
+
+
+def _as_floats(
+    weights: Mapping[str, SupportsFloat] | _WeightSchedule | None, names: Iterable[str]
+) -> _Weights | _WeightSchedule:
+    if weights is None:
+        return dict.fromkeys(names, 1.0)
+    if callable(weights):
+        return weights
+    # A weight may be a tensor of one number.
+    return {name: float(weight) for name, weight in weights.items()}
 
 
 def _refuse_shared(streams: Mapping[str, Stream]) -> None:
