@@ -143,6 +143,7 @@ class Guard:
                     first = max(step + 1, bad_step - self._back)
                     run.windows.leave_out(range(first, bad_step + 1))
         began = monotonic()
+        self._drop_states_of_other_groups(run)
         self._states.append(self._copy_state(run, owes_validation))
         # One state must be older than all steps that may have to be left out.
         while len(self._states) > 1 and self._states[1].step <= step - self._back:
@@ -164,6 +165,12 @@ class Guard:
             return is_due
         # Clocks differ between ranks, and collecting a state is collective: they must decide alike.
         return any(row[0] for row in world.agree([is_due]))
+
+    def _drop_states_of_other_groups(self, run: Fit) -> None:
+        """After a change of the parameter groups no state before it can be put back: see `search`."""
+        group_counts = _group_counts(run)
+        if self._states and self._states[-1].group_counts != group_counts:
+            self._states.clear()
 
     def _copy_state(self, run: Fit, owes_validation: bool) -> _HeldState:
         state = self._collect(owes_validation)
@@ -200,10 +207,12 @@ class Guard:
         if self.searching or not self._states:
             return
         group_counts = _group_counts(run)
+        # All states have the same number: see `hold`.
         if self._states[0].group_counts != group_counts:
             # The hook that has added a group would add it a second time.
             run.say(
-                "NaNGuard cannot go back: a parameter group was added after the state that it would return to"
+                "NaNGuard cannot go back: the number of parameter groups has changed since the state that it would"
+                " return to"
             )
             return
         step = run.progress.step
@@ -408,7 +417,7 @@ class Guard:
         )
         if self._raises:
             raise NonFiniteError(error.problem, found=details, fix=error.fix)
-        run.say(f"{error.problem}: {details}; training continues")
+        run.say(f"{error.problem}: {details}")
 
 
 def _group_counts(run: Fit) -> list[int]:
