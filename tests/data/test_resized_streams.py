@@ -184,3 +184,25 @@ def test_a_loader_that_divides_itself_does_not_continue_from_one_rank(
     (change,) = (check for check in report.checks if check.name == "other ranks")
     assert change.status == "refused"
     assert "its position is known only for their number" in change.text
+
+
+@pytest.mark.filterwarnings("ignore:the first batch", "ignore:.* cannot skip by index")
+def test_another_loader_that_divides_itself_continues_on_as_many_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each rank has its own position in it, and it was refused as that of one rank."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    def agree(row: list[float]) -> list[list[float]]:
+        return [row, [row[0] + 1]]
+
+    saved = Feed(StatefulByEnvironment(), size=2, agree=agree)
+    list(islice(saved.epoch(0), 3))
+    state = saved.loader_state.state_dict(0, 3)
+    feed = Feed(ByEnvironment(), size=2, agree=agree)
+    feed.loader_state.load_state_dict([state, state], 0)
+    assert [int(batch) for batch in feed.epoch(0, 3)] == [6, 8, 10]
+    other = Feed(ByEnvironment(), size=2, agree=agree)
+    other.loader_state.load_state_dict([None], 0)
+    with pytest.raises(CheckpointError, match="known only for their number"):
+        other.epoch(0, 3)

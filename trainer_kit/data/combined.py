@@ -435,6 +435,10 @@ class CombinedSource(Source):
         for source, division in zip(self.sources, divisions, strict=False):
             source.restore_division(division)
 
+    def set_saved_ranks(self, ranks: int) -> None:
+        for source in self.sources:
+            source.set_saved_ranks(ranks)
+
     def close(self) -> None:
         for source in self.sources:
             source.close()

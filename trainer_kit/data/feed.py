@@ -244,6 +244,7 @@ class LoaderState:
             CheckpointError: the loader cannot continue from that state.
         """
         last = ranks[-1]
+        self._source.set_saved_ranks(len(ranks))
         if last is not None and list(last["kind"]) == self._kind:
             # One rank reads everything, so that it does not know whether the loader would divide the data.
             if len(ranks) > 1:

@@ -221,6 +221,9 @@ class Source(ABC):
     def restore_division(self, divides_itself: DividesItself) -> None:
         """Set `divides_itself` to what a checkpoint holds, if it is not known yet. Default: it is known."""
 
+    def set_saved_ranks(self, ranks: int) -> None:
+        """Set the number of ranks that saved the position of the next epoch. Default: it does not matter."""
+
     def state(self) -> SourceState:
         """Return what `epoch` needs besides the position to continue after the last batch. Default: nothing."""
         return None

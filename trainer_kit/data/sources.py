@@ -381,6 +381,7 @@ class StreamSource(Source):
         self.user_loader = loader
         self.options = options
         self.rank, self.size = options.rank_and_size
+        self._saved_ranks = 0
         self._divides_itself = self._find_division()
         if self._divides_itself:
             self.rank, self.size = 0, 1
@@ -462,6 +463,9 @@ class StreamSource(Source):
         self.rank, self.size = self.options.rank_and_size
         if self._divides_itself:
             self.rank, self.size = 0, 1
+
+    def set_saved_ranks(self, ranks: int) -> None:
+        self._saved_ranks = ranks
 
     def _compare(self, iterator: Iterator[Batch]) -> Iterator[Batch]:
         """Compare the first batch with that of the other ranks, and return an iterator that still yields it.
@@ -603,8 +607,9 @@ class StreamSource(Source):
         # Also in the middle of an epoch, if the checkpoint of one rank does not tell how it is divided.
         if self._divides_itself is None:
             iterator = self._compare(iterator)
-            # Saved by one rank: where other ranks had known, so would the checkpoint.
-            if self._divides_itself and start:
+            # One rank did not know; as many ranks as now had another kind of loader, each with its own position.
+            other_ranks = self._saved_ranks != self.options.rank_and_size[1]
+            if self._divides_itself and start and other_ranks:
                 raise divided_for_other_ranks()
         # An iterator that has ended yields nothing more: an error instead of an empty epoch.
         if self.once and self.begun:
