@@ -89,6 +89,7 @@ FOREIGN_MEMBERS = {
         frozen func get_ipython last_value memfd_create name node pidfd_open ps1 reconfigure renameat2 safe_path
         sched_getaffinity sysconf target targets""",
     "IPython, whose shell in a notebook has a kernel": "kernel",
+    "tqdm, whose bars in a notebook have a widget": "container",
     "torch, by its version, its device, the class of a layer, or whether a tensor is a DTensor": """
         _clear_DTensor_sharding_propagator_cache _use_count
         _num_yielded _reset_parameters _schedulers _torchdynamo_orig_callable _unsharded_param

@@ -1,5 +1,6 @@
 """What a fit draws in a notebook, with stand-ins for the notebook, its widgets and IPython's display."""
 
+import io
 import multiprocessing
 import sys
 import warnings
@@ -128,6 +129,28 @@ def test_without_ipywidgets_one_line_of_text_shows_all_epochs(
     assert len(bars) == 1
     assert bars[0].startswith("Epoch 2/2: 100%|")
     assert len(bars[0]) <= 100
+
+
+def test_a_file_of_the_user_gets_the_bar_of_rich(kernel, monkeypatch, capsys):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    log = io.StringIO()
+    fitted(RichProgressBar(console_kwargs={"file": log}))
+    assert "Epoch 2/2" in log.getvalue()
+    assert "Epoch" not in capsys.readouterr().out
+
+
+def test_a_widget_of_the_user_without_a_total_gets_it(displayed, monkeypatch):
+    # No thread that outlives the test.
+    monkeypatch.setattr(tqdm.notebook.tqdm_notebook, "monitor_interval", 0)
+
+    class Bar(TQDMProgressBar):
+        def init_train_tqdm(self):
+            return tqdm.auto.tqdm()
+
+    fitted(Bar())
+    (bar,) = displayed
+    assert bar.children[1].max == 4
+    assert bar.children[1].layout.width is None
 
 
 def test_a_forked_process_draws_text(displayed, monkeypatch):

@@ -118,6 +118,9 @@ class TerminalLine:
 
     def show(self, view: View) -> None:
         bar = self._bar
+        if hasattr(bar, "container"):
+            # The widget of a user's bar has a maximum and a width of its own.
+            bar.reset(total=view.total)
         bar.total = view.total
         bar.initial = view.first
         bar.desc = view.title

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from time import monotonic
-from typing import Any, Literal, TextIO, final
+from typing import TYPE_CHECKING, Any, Literal, TextIO, final
 
 from trainer_kit.callbacks.model_summary import ModelSummary, ModelSummaryTable
 from trainer_kit.callbacks.progress_bar import (
@@ -23,6 +23,9 @@ from trainer_kit.core.arguments import check_type
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.notebook import message_stream, widget_bar_class
 from trainer_kit.core.protocols import TrainerLike
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = ["RichModelSummary", "RichProgressBar", "RichProgressBarTheme"]
 
@@ -133,9 +136,7 @@ class RichProgressBar(ProgressBar):
         ]
 
     def _open_line(self, kind: str, title: str) -> tuple[Line | None, str]:
-        from rich.console import Console
-
-        console = Console(**{"file": message_stream(), **self._console_kwargs})
+        console = self._new_console()
         if console.is_jupyter and widget_bar_class() is None:
             # rich draws in place by a widget only.
             return TerminalLine(new_bar("")), title
@@ -145,6 +146,14 @@ class RichProgressBar(ProgressBar):
         make_bars = _bars_class()
         bars = make_bars(self.theme.metrics, *columns, console=console)
         return _RichLine(bars, self.theme), title
+
+    def _new_console(self) -> Console:
+        from rich.console import Console
+
+        if "file" in self._console_kwargs:
+            # In a notebook rich would write to the cell instead.
+            return Console(**{"force_jupyter": False, **self._console_kwargs})
+        return Console(file=message_stream(), **self._console_kwargs)
 
 
 @final
