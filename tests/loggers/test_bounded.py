@@ -359,6 +359,103 @@ def test_fabric_calls_a_logger_on_one_thread_which_ends_with_it() -> None:
     assert not second_thread.is_alive()
 
 
+def test_a_logger_may_log_inside_its_own_call() -> None:
+    class LogsTwice(Blocks):
+        def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+            super().log_metrics(metrics, step)
+            if step == 0:
+                fabric.log("again", 0.5, step=1)
+
+    logger = LogsTwice("", threading.Event())
+    fabric = Fabric(accelerator="cpu", loggers=logger)
+    fabric.log("loss", 0.5, step=0)
+    assert logger.values == [0, 1]
+
+
+def test_a_call_whose_thread_is_gone_does_not_block_its_logger(
+    released: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork has the objects of its parent, and none of its threads."""
+    calls = bounded.BoundedCalls(print, one_thread=True)
+    logger = Blocks("name", released)
+    assert calls.name(logger) == ""
+    assert calls.states([logger]) == [{}]
+    (entry,) = calls._blocked.values()
+    ended = threading.Thread(target=int)
+    ended.start()
+    ended.join()
+    calls._blocked[id(logger)] = (ended, entry[1])
+    calls._threads.clear()
+    monkeypatch.setattr(bounded, "_PATIENCE", 60.0)
+    assert calls.states([logger]) == [{"id": "a"}]
+
+
+def test_a_graph_leaves_its_thread_the_default_device() -> None:
+    class Creates(Blocks):
+        def log_graph(self, module: torch.nn.Module) -> None:
+            devices.append(torch.get_default_device().type)
+
+    devices: list[str] = []
+    logger = Creates("", threading.Event())
+    calls = bounded.BoundedCalls(print, one_thread=True)
+    with torch.device("meta"):
+        calls.log_graph(logger, TinyModule(), torch.device("cpu"))
+
+    def look() -> None:
+        devices.append(torch.get_default_device().type)
+
+    calls.call(logger, "look", look, None)
+    assert devices == ["meta", "cpu"]
+
+
+def test_the_time_of_earlier_calls_is_no_reason_to_wait_for_a_graph(
+    released: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = []
+
+    class Counts(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(timeout)
+            return super().wait(timeout)
+
+    logger = Blocks("log_dir", released)
+    calls = bounded.BoundedCalls(lambda line: None, one_thread=True)
+    monkeypatch.setattr(bounded, "cpu_seconds", lambda thread: 100.0)
+    monkeypatch.setattr(threading, "Event", Counts)
+    calls.call(logger, "log_dir", lambda: logger.log_dir, None, may_compute=True)
+    # A thread that starts waits too, without a limit.
+    assert [limit for limit in waits if limit is not None] == [0.5]
+
+
+def test_a_handler_at_the_end_of_the_process_logs_on_the_thread_of_its_logger() -> None:
+    script = """
+import atexit, sys, threading
+sys.path.insert(0, sys.argv[1])
+
+class Logger:
+    threads = set()
+    def log_metrics(self, metrics, step):
+        self.threads.add(threading.current_thread())
+
+def log_last():
+    fabric.log("loss", 0.5, step=1)
+    print("threads:", len(Logger.threads))
+
+atexit.register(log_last)
+from trainer_kit import Fabric
+fabric = Fabric(accelerator="cpu", loggers=Logger())
+fabric.log("loss", 0.5, step=0)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script, str(ROOT)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "threads: 1" in result.stdout, result.stdout + result.stderr
+
+
 def test_the_error_of_a_logger_is_raised_by_fabric_and_the_next_call_is_made() -> None:
     class FailsOnce(Blocks):
         def log_metrics(self, metrics: dict[str, float], step: int) -> None:

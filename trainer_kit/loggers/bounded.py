@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, Final, TypeVar, final
 
@@ -44,7 +44,9 @@ class _LoggerThread:
             target=_make_calls, args=(calls,), name=name, daemon=True
         )
         self.thread.start()
-        weakref.finalize(self, calls.put, None)
+        finalizer = weakref.finalize(self, calls.put, None)
+        # Handlers of the user that run at the end of the process may still log.
+        finalizer.atexit = False
 
     def start(self, call: Callable[[], object]) -> threading.Thread:
         """Make a call after the earlier ones, and return the thread without waiting."""
@@ -88,8 +90,8 @@ class BoundedCalls:
         self._say = say
         self._label = label or _class_name
         self._one_thread = one_thread
-        # By the logger's identity: when its last call returns, if that was not in time.
-        self._blocked: dict[int, threading.Event] = {}
+        # By the logger's identity: the thread of its last call and when that returns, if that was not in time.
+        self._blocked: dict[int, tuple[threading.Thread, threading.Event]] = {}
         # By the logger's identity, with a reference that removes the entry when the logger is collected.
         self._threads: dict[int, tuple[_LoggerThread, object]] = {}
 
@@ -145,9 +147,10 @@ class BoundedCalls:
         def log_graph() -> None:
             # Both belong to a thread, and the forward of a user creates tensors on them.
             make_current(device)
-            if default_device.type != "cpu":
-                torch.set_default_device(default_device)
-            _call_optional(logger, "log_graph", module)
+            with ExitStack() as stack:
+                if default_device.type != "cpu":
+                    stack.enter_context(default_device)
+                _call_optional(logger, "log_graph", module)
 
         # Two threads in one module would change each other's modes and random numbers: one that runs it has no limit.
         with preserved_modes(module):
@@ -180,9 +183,15 @@ class BoundedCalls:
             default: the answer of a logger that blocks.
             may_compute: whether to wait longer, as long as the call uses CPU time.
         """
-        blocked = self._blocked.get(id(logger))
-        if blocked is not None and not blocked.is_set():
+        lasting_thread = self._lasting_thread(logger)
+        if lasting_thread is threading.current_thread():
+            # The logger makes it inside another of its calls, which would wait for itself.
+            return function()
+        if self._is_blocked(logger):
             return default
+        seconds_before = 0.0
+        if may_compute:
+            seconds_before = cpu_seconds(lasting_thread)
         answers: list[_Answer] = []
         errors: list[BaseException] = []
         returned = threading.Event()
@@ -201,17 +210,32 @@ class BoundedCalls:
         thread = self._start(logger, f"{label}.{name}", partial(context.run, run))
         returned.wait(_PATIENCE)
         if may_compute:
-            _wait_while_computing(thread, returned)
+            _wait_while_computing(thread, returned, seconds_before)
         if errors:
             raise errors[0]
         if answers:
             return answers[0]
-        self._blocked[id(logger)] = returned
+        self._blocked[id(logger)] = (thread, returned)
         with suppress(Exception):  # a closed standard output
             self._say(
                 f"{label}: {name} has not returned for {_PATIENCE:.0f} s; the run goes on without it"
             )
         return default
+
+    def _is_blocked(self, logger: object) -> bool:
+        """Whether an earlier call of a logger has not returned."""
+        if id(logger) not in self._blocked:
+            return False
+        thread, returned = self._blocked[id(logger)]
+        # A fork has no threads of its parent: that call never returns there.
+        return thread.is_alive() and not returned.is_set()
+
+    def _lasting_thread(self, logger: object) -> threading.Thread | None:
+        """The thread that makes all calls of a logger; None where it has none yet, or each call has its own."""
+        if id(logger) not in self._threads:
+            return None
+        logger_thread, _ = self._threads[id(logger)]
+        return logger_thread.thread
 
     def _start(
         self, logger: object, name: str, call: Callable[[], object]
@@ -246,8 +270,10 @@ def _class_name(logger: object) -> str:
     return type(logger).__name__
 
 
-def _wait_while_computing(thread: threading.Thread, returned: threading.Event) -> None:
-    last = 0.0
+def _wait_while_computing(
+    thread: threading.Thread, returned: threading.Event, seconds_before: float
+) -> None:
+    last = seconds_before
     seconds = cpu_seconds(thread)
     while not returned.is_set() and seconds - last > WORKING * _PATIENCE:
         last = seconds
