@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     RandomSampler,
     Sampler,
@@ -130,6 +131,22 @@ def test_a_step_draws_the_same_numbers_in_another_order_of_the_data(kind, steps)
     make_loader = OTHER_ORDER[kind]
     prepared = Accelerator(cpu=True).prepare(make_loader())
     assert numbers_of_steps(prepared, steps) == numbers_of_steps(make_loader(), steps)
+
+
+class InOrder(BatchSampler):
+    """Does not iterate the sampler that it has."""
+
+    def __iter__(self):
+        return iter([[0, 1], [2, 3]])
+
+
+def test_a_batch_sampler_with_an_order_of_its_own_draws_nothing_of_its_sampler():
+    def make_loader() -> DataLoader:
+        batches = InOrder(RandomSampler(DATA), 2, False)
+        return DataLoader(DATA, batch_sampler=batches)
+
+    prepared = Accelerator(cpu=True).prepare(make_loader())
+    assert numbers_of_steps(prepared) == numbers_of_steps(make_loader())
 
 
 @pytest.mark.parametrize("persistent", [False, True])

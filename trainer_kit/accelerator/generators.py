@@ -78,11 +78,13 @@ def _draw_order(loader: DataLoader[Batch]) -> None:
     """Draw what torch's samplers draw from the global generator: all of it before the first sample."""
     batches = loader.batch_sampler
     sampler: Iterable[object] = loader.sampler
-    if isinstance(batches, BatchSampler):
+    # The exact classes: a subclass may draw anything, at any time.
+    if batches is not None:
+        if type(batches) is not BatchSampler:
+            return
         sampler = batches.sampler
     if getattr(sampler, "generator", None) is not None:
         return
-    # The exact classes: a subclass may draw anything, at any time.
     if type(sampler) is RandomSampler:
         _draw_seed()
     elif type(sampler) in (SubsetRandomSampler, WeightedRandomSampler):
