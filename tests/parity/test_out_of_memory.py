@@ -17,9 +17,12 @@ from tests.parity.plain import (
     Classifier,
     assert_close,
     case,
+    ddp,
     doubled,
     make_batches,
     make_net,
+    merged,
+    plain_loop,
     sgd,
     train,
 )
@@ -294,6 +297,33 @@ def test_every_rank_repeats_the_step_that_fails_on_one() -> None:
             callbacks=[AutoMicroBatch()],
             **options,
         )
+
+
+class Weighted(Classifier):
+    """Rows whose first feature is 0 have no weight."""
+
+    def loss_weight(self, batch: Batch) -> Any:
+        x, _ = batch
+        return (x[:, 0] != 0).sum()
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_a_split_batch_without_weight_changes_nothing() -> None:
+    batches = doubled(make_batches(12))
+    # The batch of rank 1 at step 5; its third forward, at step 3, is out of memory.
+    batches[9][0][:, 0] = 0.0
+    steps = [merged(batches[first : first + 2]) for first in range(0, 12, 2)]
+    steps[4] = batches[8]
+    plain = make_net().double()
+    plain_loop(plain, [steps], sgd(plain))
+    inner = make_net().double()
+    module, auto = Weighted(Full(inner, 2, "forward", rank=1), sgd), AutoMicroBatch()
+    options = {**QUIET, "enable_checkpointing": False}
+    # All ranks end with the same weights: `ddp` compares them.
+    ddp(module, batches, callbacks=[auto], **options)
+    assert auto.parts == 4
+    assert_close(inner, plain)
 
 
 @pytest.mark.slow
