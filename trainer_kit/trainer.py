@@ -28,7 +28,7 @@ from trainer_kit.core.display import Svg, Text
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, StrategyError, did_you_mean
 from trainer_kit.core.hooks import Callback
-from trainer_kit.core.lazy import other_names
+from trainer_kit.core.lazy import other_names, replaceable
 from trainer_kit.core.location import locate
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.progress import DurationLike
@@ -609,7 +609,7 @@ class Trainer(Session):
             show_results(self, stage, results)
         return results
 
-    @property
+    @replaceable
     def history(self) -> History:
         """The logged values of the last fit as a table: one row for each step at which something was logged.
 
@@ -628,34 +628,16 @@ class Trainer(Session):
             >>> [row["step"] for row in trainer.history]
             [1, 2]
         """
-        attributes = vars(self)
-        if "history" not in attributes:
-            return History.read_fit(self)
-        replacement: History = attributes["history"]
-        return replacement
+        return History.read_fit(self)
 
-    @history.setter
-    def history(self, value: object) -> None:
-        # A subclass or a callback may have an attribute of this name.
-        vars(self)["history"] = value
-
-    @property
+    @replaceable
     def report(self) -> InlineReport:
         """The page of this run: its path, which a notebook shows as the page itself.
 
         Raises:
             ConfigurationError: this Trainer has no logger, so there is no page.
         """
-        attributes = vars(self)
-        if "report" not in attributes:
-            return InlineReport.locate(self)
-        replacement: InlineReport = attributes["report"]
-        return replacement
-
-    @report.setter
-    def report(self, value: object) -> None:
-        # A subclass or a callback may have an attribute of this name.
-        vars(self)["report"] = value
+        return InlineReport.locate(self)
 
     _repr_html_ = trainer_table
 

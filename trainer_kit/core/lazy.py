@@ -1,4 +1,4 @@
-"""Lazy imports: names imported at first use, module paths of other libraries, and aliases of packages."""
+"""Lazy imports: names imported at first use, module paths of other libraries, aliases of packages; lazy attributes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, Protocol, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
 
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 
@@ -22,10 +22,41 @@ __all__ = [
     "lazy_names",
     "locate_names",
     "other_names",
+    "replaceable",
 ]
 
 NameLookup: TypeAlias = Callable[[str], Any]
 """A module's ``__getattr__``: the object of a name, of any type."""
+
+if TYPE_CHECKING:
+    # Type checkers know the type of a property only under this name.
+    replaceable = property
+else:
+
+    class replaceable(property):
+        """A property in whose place a subclass or a callback of a user may set an attribute of the same name.
+
+        Example:
+            >>> class Run:
+            ...     @replaceable
+            ...     def history(self):
+            ...         return "computed"
+            >>> run = Run()
+            >>> run.history
+            'computed'
+            >>> run.history = []
+            >>> run.history
+            []
+        """
+
+        def __get__(self, instance, owner=None):
+            attributes = getattr(instance, "__dict__", {})
+            if self.fget.__name__ in attributes:
+                return attributes[self.fget.__name__]
+            return super().__get__(instance, owner)
+
+        def __set__(self, instance, value):
+            instance.__dict__[self.fget.__name__] = value
 
 
 class _Row(Protocol):
