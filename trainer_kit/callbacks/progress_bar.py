@@ -117,13 +117,13 @@ class TerminalLine:
             bar.dynamic_ncols = lambda stream: _default_size(*measure(stream))
 
     def show(self, view: View) -> None:
-        bar = self._bar
-        if hasattr(bar, "container"):
+        tqdm_bar = self._bar
+        if hasattr(tqdm_bar, "container"):
             # The widget of a user's bar has a maximum and a width of its own.
-            bar.reset(total=view.total)
-        bar.total = view.total
-        bar.initial = view.first
-        bar.desc = view.title
+            tqdm_bar.reset(total=view.total)
+        tqdm_bar.total = view.total
+        tqdm_bar.initial = view.first
+        tqdm_bar.desc = view.title
         self.draw(view, {})
 
     def draw(self, view: View, metrics: Mapping[str, object]) -> None:
