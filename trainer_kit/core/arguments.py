@@ -297,6 +297,9 @@ def _plain_hints(make: Function) -> dict[str, _Annotation]:
     return plain
 
 
+_PLAIN: Final = (int, float, SupportsFloat, bool, str, Path, types.NoneType)
+
+
 def _is_plain(kind: _Annotation) -> bool:
     """Whether an annotation consists of numbers, strings, functions, paths and collections of them."""
     origin: _Annotation = get_origin(kind)
@@ -309,7 +312,7 @@ def _is_plain(kind: _Annotation) -> bool:
         return all(map(_is_plain, compared))
     if origin in (collections.abc.Callable, os.PathLike):
         return True
-    return kind in (int, float, SupportsFloat, bool, str, Path, types.NoneType)
+    return kind in _PLAIN
 
 
 def check_timeout(timeout: object, owner: str) -> None:

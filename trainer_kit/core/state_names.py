@@ -10,6 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from trainer_kit.core.errors import add_note
+from trainer_kit.core.hooks import ModuleHooks
 from trainer_kit.core.torch_private import (
     CHECKPOINTED_MODULE,
     CHILDREN,
@@ -154,8 +155,8 @@ def _explain(error: RuntimeError, module: nn.Module) -> None:
     if not has_other_shapes and not has_other_names:
         return
     note = _OTHER_MODULE
-    # A plain module of torch has no such method.
-    if hasattr(module, "load_from_checkpoint"):
+    # A plain module of torch has no load_from_checkpoint.
+    if isinstance(module, ModuleHooks):
         note += _SAVED_ARGUMENTS
     add_note(error, note)
     if not has_other_shapes:

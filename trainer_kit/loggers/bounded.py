@@ -44,9 +44,10 @@ class _LoggerThread:
             target=_make_calls, args=(calls,), name=name, daemon=True
         )
         self.thread.start()
-        finalizer = weakref.finalize(self, calls.put, None)
-        # Handlers of the user that run at the end of the process may still log.
-        finalizer.atexit = False
+
+    # No `weakref.finalize`: it would end the thread before handlers of the user that log at the end of the process.
+    def __del__(self) -> None:
+        self._calls.put(None)
 
     def start(self, call: Callable[[], object]) -> threading.Thread:
         """Make a call after the earlier ones, and return the thread without waiting."""
