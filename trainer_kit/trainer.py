@@ -29,7 +29,7 @@ from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, StrategyError, did_you_mean
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.lazy import other_names, replaceable
-from trainer_kit.core.location import locate
+from trainer_kit.core.location import locate_root
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.progress import DurationLike
 from trainer_kit.core.protocols import Logger
@@ -361,8 +361,7 @@ class Trainer(Session):
                 fix="leave process_group out, or use Fabric(strategy=...) and a custom training loop",
             )
         writes_nothing = bool(barebones or settings.fast)
-        default_root_dir = default_root_dir or os.getcwd()
-        root = str(locate(default_root_dir))
+        root = str(locate_root(default_root_dir))
         precision_plugin = choose_precision(
             launched_precision(precision), plugins, training_strategy
         )

@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 
-__all__ = ["Location", "RemotePath", "absolute", "is_url", "locate"]
+__all__ = ["Location", "RemotePath", "absolute", "is_url", "locate", "locate_root"]
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+)://(.*)", re.DOTALL)
 _LOCAL: Final = ("file", "local")
@@ -246,6 +246,13 @@ def is_url(path: str | os.PathLike[str]) -> bool:
         (True, False, True)
     """
     return "://" in os.fspath(path)
+
+
+def locate_root(directory: str | os.PathLike[str] | None) -> Location:
+    """The location of a directory of runs: the working directory for None and an empty text."""
+    if directory is None or directory == "":
+        return locate(os.getcwd())
+    return locate(directory)
 
 
 def locate(path: str | os.PathLike[str]) -> Location:

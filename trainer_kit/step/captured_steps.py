@@ -445,14 +445,21 @@ class _Moment:
 def _check_tensors(module: nn.Module, tensors: list[Tensor]) -> None:
     """Refuse tensors that a trace could not tell apart, or that could not be put back."""
     state = state_tensors(module)
-    if len({id(tensor) for tensor in (*state, *tensors)}) < len(state) + len(tensors):
+    identities = set(map(id, state))
+    identities.update(map(id, tensors))
+    if len(identities) < len(state) + len(tensors):
         raise CaptureRefused("one tensor occurs twice in the batch and the attributes")
     for tensor in state:
         if tensor.layout is not torch.strided or tensor.is_nested:
             raise CaptureRefused("a buffer is sparse or nested")
-        sizes = zip(tensor.shape, tensor.stride(), strict=True)
-        if tensor.is_inference() or any(s == 0 and n > 1 for n, s in sizes):
+        if tensor.is_inference() or _is_expanded(tensor):
             raise CaptureRefused("a buffer cannot be written")
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Whether several elements of a tensor lie in one place."""
+    dimensions = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(stride == 0 and size > 1 for size, stride in dimensions)
 
 
 def _generators(device: torch.device) -> bytes:

@@ -1,7 +1,8 @@
 """Padding batches: what a rank without data runs while the other ranks need it in their collectives.
 
 A padding batch is an earlier batch with weight 0. It has no side effects: no hook of batches or of backward is called
-for it, and its values are not logged. ``on_before_zero_grad`` is called all the same: it belongs to the window.
+for it, and its values are not logged. The hook before gradients are dropped is called all the same: it belongs to the
+window.
 """
 
 from __future__ import annotations

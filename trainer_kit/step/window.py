@@ -6,8 +6,8 @@ makes every hook call, so that hooks come in one order under every strategy. The
 `trainer_kit.step.optimize`.
 
 A rank may lack a micro-batch that other ranks have (``batches[i] is None``). It runs a padding batch then, for the
-collectives of the others, without logs and weight. Its batch has no hooks; ``on_before_zero_grad``, which belongs to
-the window, is called for it too.
+collectives of the others, without logs and weight. Its batch has no hooks; the hook before gradients are dropped, which
+belongs to the window, is called for it too.
 """
 
 from __future__ import annotations
