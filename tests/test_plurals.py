@@ -47,6 +47,7 @@ _ALLOWED = {
     ("commands/estimate_memory.py", "shapes.parameters"): _SEVERAL,
     ("verify/compare.py", "window"): _SEVERAL,
     ("state/optimizer_states.py", "sizes"): _LISTED,
+    ("step/module_state.py", "_MOST_VALUES"): _SEVERAL,
     ("step/optimize.py", "self.strategy.name"): _VERB,
     ("step/optimizers.py", "name"): _VERB,
     ("strategies/transforms/pipeline_stages.py", "name"): _VERB,

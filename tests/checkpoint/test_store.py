@@ -162,6 +162,23 @@ def test_a_failed_mark_keeps_the_old_index(folder, monkeypatch):
     assert sorted(os.listdir(folder)) == ["index.json", "step-100", "step-20", "step-9"]
 
 
+def test_a_new_last_that_cannot_be_read_removes_the_old_index(folder, monkeypatch):
+    mark(folder, last=folder / "step-9")
+    monkeypatch.setattr(store, "is_complete", lambda path: False)
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+        mark(folder, last=folder / "step-100")
+    assert not (folder / "index.json").exists()
+
+
+@pytest.mark.parametrize("path", ["step-absent", "../elsewhere"])
+def test_a_wrong_path_keeps_the_index(folder, path):
+    mark(folder, best=folder / "step-20", last=folder / "step-9")
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+        mark(folder, last=folder / path)
+    assert lookup(folder, "best") == folder / "step-20"
+    assert lookup(folder, "last") == folder / "step-9"
+
+
 def test_an_index_without_a_last_checkpoint_is_ignored(folder, monkeypatch):
     mark(folder, last=folder / "step-9")
 

@@ -175,7 +175,8 @@ def mark(
 ) -> None:
     """Give names to checkpoints of ``directory``, durably and all at once; None removes a name.
 
-    If a new ``last`` cannot be written, the index is deleted: its ``last`` is out of date.
+    If a new ``last`` cannot be read or written, the index is deleted: its ``last`` is out of date. A path that does not
+    exist, or that lies elsewhere, leaves the index as it is.
 
     Raises:
         CheckpointError: a path is not a complete checkpoint inside ``directory``, or the index cannot be written.
@@ -189,15 +190,25 @@ def mark(
         ('step-3', 'step-3')
     """
     root = absolute(directory)
-    index = _changed_index(root, names)
     try:
-        _write_index(root, index)
+        _write_index(root, _changed_index(root, names))
     except CheckpointError:
         # An old index would name an earlier checkpoint; without an index the newest one is found by its commit.
-        if names.get("last") is not None:
+        last = names.get("last")
+        if last is not None and _may_be_inside(root, absolute(last)):
             with suppress(OSError):
                 (root / _INDEX).unlink()
         raise
+
+
+def _may_be_inside(root: Location, target: Location) -> bool:
+    """Whether ``target`` exists in ``root``; True, too, where the storage does not tell."""
+    if _relative_path(root, target) is None:
+        return False
+    try:
+        return target.exists()
+    except OSError:
+        return True
 
 
 def _changed_index(
