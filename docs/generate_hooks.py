@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 from pathlib import Path
 
@@ -57,13 +58,10 @@ def signature(function: ast.FunctionDef) -> str:
 
 
 def prose(function: ast.FunctionDef) -> str:
-    """The docstring on one line of a table."""
-    return " ".join(
-        (ast.get_docstring(function) or "")
-        .replace("``", "`")
-        .replace("|", r"\|")
-        .split()
-    )
+    """The docstring on one line of a table, without its sections: the reference has the arguments."""
+    docstring = ast.get_docstring(function) or ""
+    text = re.split(r"\n\n(?:Args|Returns):\n", docstring)[0]
+    return " ".join(text.replace("``", "`").replace("|", r"\|").split())
 
 
 def render() -> str:

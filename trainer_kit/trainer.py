@@ -528,7 +528,16 @@ class Trainer(Session):
         datamodule: DataModuleLike = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Test; arguments and result as in `validate`."""
+        """Test; returns the reduced values of each loader.
+
+        Args:
+            model: the module; by default the one that was fitted, with the weights of its best checkpoint.
+            dataloaders: a loader, a list of loaders, or a DataModule.
+            ckpt_path: weights to load, as in `validate`.
+            verbose: print a table of the results on rank 0.
+            datamodule: provides the loaders.
+            weights_only: as in `validate`.
+        """
         return self._evaluate(
             "test", model, dataloaders, ckpt_path, verbose, datamodule
         )

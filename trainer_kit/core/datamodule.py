@@ -67,7 +67,12 @@ class DataModule(DataHooks, HParamsMixin):
         return {}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Restore what ``state_dict`` returned."""
+        """Restore what ``state_dict`` returned.
+
+        Args:
+            state_dict: the state as plain data and tensors, from a checkpoint that is resumed or given to
+                `load_from_checkpoint`.
+        """
 
     @classmethod_only
     def load_from_checkpoint(

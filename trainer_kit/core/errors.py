@@ -100,35 +100,125 @@ def _rebuild(cls: type[TrainerKitError], args: tuple[object, ...]) -> TrainerKit
 
 
 class ConfigurationError(TrainerKitError, ValueError):
-    """A wrong call or a combination that cannot work."""
+    """A wrong call or a combination that cannot work.
+
+    Example:
+        >>> from trainer_kit import Trainer
+        >>> try:
+        ...     Trainer(gradient_clip_val=-1)
+        ... except ConfigurationError as error:
+        ...     print(error)
+        gradient_clip_val must be a number ≥ 0
+          found: -1
+    """
 
 
 class DurationError(ConfigurationError):
-    """An interval that cannot be read."""
+    """An interval that cannot be read.
+
+    Example:
+        >>> from trainer_kit import Duration
+        >>> try:
+        ...     Duration.parse("3 epochs")
+        ... except DurationError as error:
+        ...     print(error)
+        units of a duration are abbreviated
+          found: '3 epochs'
+          fix:   write "3ep"
+    """
 
 
 class HookError(ConfigurationError):
-    """An unknown hook, or a hook with the wrong parameters."""
+    """An unknown hook, or a hook with the wrong parameters.
+
+    Example:
+        >>> from trainer_kit import Callback
+        >>> try:
+        ...     class Log(Callback):
+        ...         def on_train_epoch_ends(self, trainer, pl_module):
+        ...             print(trainer.current_epoch)
+        ... except HookError as error:
+        ...     print(error.problem, error.fix, sep="; ")
+        Log.on_train_epoch_ends is not a hook and would never be called; did you mean 'on_train_epoch_end'?
+    """
 
 
 class StrategyError(ConfigurationError):
-    """Devices, processes and layout do not fit together."""
+    """Devices, processes and layout do not fit together.
+
+    Example:
+        >>> from trainer_kit.strategies import FSDPStrategy
+        >>> try:
+        ...     FSDPStrategy(sharding_strategy="x")
+        ... except StrategyError as error:
+        ...     print(error.problem, error.found, sep=": ")
+        unknown sharding strategy: 'x'
+    """
 
 
 class PrecisionError(ConfigurationError):
-    """This dtype cannot run here."""
+    """This dtype cannot run here.
+
+    Example:
+        >>> from trainer_kit import Trainer
+        >>> try:
+        ...     Trainer(precision="bf17")
+        ... except PrecisionError as error:
+        ...     print(error)
+        unknown precision 'bf17'
+          fix:   did you mean 'bf16'?
+    """
 
 
 class DataError(ConfigurationError):
-    """Loaders, samplers and batch sizes that do not fit together."""
+    """Loaders, samplers and batch sizes that do not fit together.
+
+    Example:
+        >>> from trainer_kit.data import CombinedLoader
+        >>> try:
+        ...     CombinedLoader({"a": [1], "b": [2]}, mode="x")
+        ... except DataError as error:
+        ...     print(error)
+        unknown mode of CombinedLoader
+          found: mode='x'
+          fix:   use one of: max_size, max_size_cycle, min_size, sequential
+    """
 
 
 class RegistryError(ConfigurationError):
-    """A name that is not registered."""
+    """A name that is not registered.
+
+    Example:
+        >>> from trainer_kit import Trainer
+        >>> try:
+        ...     Trainer(strategy="ddq")
+        ... except RegistryError as error:
+        ...     print(error.problem, error.fix, sep="; ")
+        no strategy is called 'ddq'; did you mean 'ddp'?
+    """
 
 
 class LogError(TrainerKitError):
-    """A logged value or name that cannot be used."""
+    """A logged value or name that cannot be used.
+
+    Example:
+        >>> import torch
+        >>> from trainer_kit import Trainer
+        >>> from trainer_kit.testing import TinyModule
+        >>> class Net(TinyModule):
+        ...     def training_step(self, batch, batch_idx):
+        ...         self.log("outputs", self(batch))
+        ...         return self(batch).mean()
+        >>> trainer = Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        ...                   enable_model_summary=False, accelerator="cpu", devices=1)
+        >>> try:
+        ...     trainer.fit(Net(), [torch.randn(4, 32)])
+        ... except LogError as error:
+        ...     print(error)
+        'outputs' is not a single number
+          found: shape (4, 2)
+          fix:   log its .mean()
+    """
 
 
 class CheckpointError(TrainerKitError):
@@ -140,6 +230,12 @@ class CheckpointError(TrainerKitError):
         reason: what is wrong with it.
         found: what was found, where there is no key.
         fix: what to do about it.
+
+    Example:
+        >>> print(CheckpointError("runs/step-3/model.safetensors", "layer.weight", "the checksum differs"))
+        runs/step-3/model.safetensors: the checksum differs
+          found: key 'layer.weight'
+          see:   troubleshooting#a-checkpoint-does-not-load
     """
 
     see = "troubleshooting#a-checkpoint-does-not-load"
@@ -200,7 +296,20 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError, ValueError):
 
 
 class NonFiniteError(TrainerKitError):
-    """The loss became NaN or infinite."""
+    """The loss became NaN or infinite.
+
+    Example:
+        >>> import torch
+        >>> from trainer_kit import Trainer
+        >>> from trainer_kit.testing import TinyModule
+        >>> trainer = Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        ...                   enable_model_summary=False, accelerator="cpu", devices=1)
+        >>> try:
+        ...     trainer.fit(TinyModule(), [torch.full((4, 32), torch.nan)])
+        ... except NonFiniteError as error:
+        ...     print(error.problem, error.found, sep=": ")
+        the loss is not finite at step 1: nan in batch 0 of epoch 0
+    """
 
     see = "troubleshooting#the-loss-is-nan"
 
@@ -235,7 +344,14 @@ class RankError(TrainerKitError):
 
 
 class LaunchError(TrainerKitError, RuntimeError):
-    """Processes that could not be started or supervised."""
+    """Processes that could not be started or supervised.
+
+    Example:
+        >>> print(LaunchError("rank 1 did not start", found="exit code 1", fix="read its output above"))
+        rank 1 did not start
+          found: exit code 1
+          fix:   read its output above
+    """
 
 
 def printable(text: str, most: int = 1000, keep: str = "") -> str:

@@ -180,7 +180,11 @@ class Callback:
         return {}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Restore what ``state_dict`` returned."""
+        """Restore what ``state_dict`` returned.
+
+        Args:
+            state_dict: the state as plain data and tensors; not called if the checkpoint has none for this `state_key`.
+        """
 
     def log(self, name: str, value: MetricValue, *args: Any, **kwargs: Any) -> None:
         """Record a value, as ``pl_module.log`` does in the same hook.
@@ -213,7 +217,17 @@ class Callback:
     def log_dict(
         self, dictionary: Mapping[str, MetricValue], *args: Any, **kwargs: Any
     ) -> None:
-        """Call `log` for each entry, with the same options."""
+        """Call `log` for each entry, with the same options.
+
+        Args:
+            dictionary: values by name, each as `log` takes it.
+            args: further options of `TrainModule.log`, in its order.
+            kwargs: the same options by name, such as ``on_epoch=True``.
+
+        Raises:
+            LogError: as `log`.
+            ConfigurationError: no entry point of a Trainer is running.
+        """
         self._running_module("log_dict").log_dict(dictionary, *args, **kwargs)
 
     def _running_module(self, call: str) -> ModuleLike:
@@ -236,57 +250,115 @@ class Callback:
         return call
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str, /) -> None:
-        """The first call of an entry point, on every process. ``stage`` is fit, validate, test or predict."""
+        """The first call of an entry point, on every process. ``stage`` is fit, validate, test or predict.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+            stage: the entry point: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        """
 
     def teardown(
         self, trainer: AnyTrainer, pl_module: AnyModule, stage: str, /
     ) -> None:
-        """The last call of an entry point, also after an exception."""
+        """The last call of an entry point, also after an exception.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+            stage: the entry point: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        """
 
     @_facts(logs="never")
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
-        """At the start of a fit: modules and optimizers are created, placed, wrapped and restored."""
+        """At the start of a fit: modules and optimizers are created, placed, wrapped and restored.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+        """
 
     @_facts(logs="never")
     def on_fit_end(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
-        """After ``on_train_end``; the strategy is still running."""
+        """After ``on_train_end``; the strategy is still running.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+        """
 
     @_facts(logs="never")
     def on_sanity_check_start(
         self, trainer: AnyTrainer, pl_module: AnyModule, /
     ) -> None:
-        """Before the sanity-check validation that precedes training."""
+        """Before the sanity-check validation that precedes training.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+        """
 
     @_facts(logs="never")
     def on_sanity_check_end(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
-        """After the sanity check; random state and metrics are as before it."""
+        """After the sanity check; random state and metrics are as before it.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+        """
 
     @_facts(leads=True)
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
-        """Before the first epoch of a fit, and again when a resumed fit starts."""
+        """Before the first epoch of a fit, and again when a resumed fit starts.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+        """
 
     @_facts(logs="never")
     def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
-        """After the last epoch."""
+        """After the last epoch.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+        """
 
     @_facts(counts="ep", leads=True, inside="epoch")
     def on_train_epoch_start(
         self, trainer: AnyTrainer, pl_module: AnyModule, /
     ) -> None:
-        """Before the first batch of an epoch."""
+        """Before the first batch of an epoch.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+        """
 
     @_facts(counts="ep", inside="epoch")
     def on_train_epoch_end(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
         """After the last batch of an epoch; values logged here belong to the epoch.
 
         Callbacks with ``order = "late"`` are called after the values of the epoch are reduced.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
         """
 
     @_facts(logs="batch", counts="ba", leads=True, inside="epoch")
     def on_train_batch_start(
         self, trainer: AnyTrainer, pl_module: AnyModule, batch: Batch, batch_idx: int, /
     ) -> int | None:
-        """Before ``training_step``, for each micro-batch, on the device. If every rank returns -1, the epoch ends."""
+        """Before ``training_step``, for each micro-batch, on the device. If every rank returns -1, the epoch ends.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+            batch: this rank's micro-batch, on the device.
+            batch_idx: its index in the epoch, from 0, counted on this rank.
+        """
 
     @_facts(logs="batch", counts="ba", inside="epoch")
     def on_train_batch_end(
@@ -301,50 +373,105 @@ class Callback:
         """After a micro-batch; for the last of a window after the optimizer step, with the gradients still present.
 
         ``outputs`` is ``{"loss": detached loss, ...}``, or None for a skipped batch.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+            outputs: what ``training_step`` returned, as a dict: ``"loss"`` is detached, without weight and loss scale.
+            batch: this rank's micro-batch, on the device.
+            batch_idx: its index in the epoch, from 0, counted on this rank.
         """
 
     @_facts(logs="batch", counts="st")
     def on_train_step_end(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
-        """After each optimizer step, once per window (not in Lightning)."""
+        """After each optimizer step, once per window (not in Lightning).
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+        """
 
     @_facts(logs="batch", counts="st", leads=True, inside="batch")
     def on_before_zero_grad(
         self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer, /
     ) -> None:
-        """Before gradients are cleared: once per window, before its first backward."""
+        """Before gradients are cleared: once per window, before its first backward.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+            optimizer: the optimizer whose gradients are about to be cleared.
+        """
 
     @_facts(logs="batch", counts="ba", leads=True, inside="batch")
     def on_before_backward(
         self, trainer: AnyTrainer, pl_module: AnyModule, loss: Tensor, /
     ) -> None:
-        """Before each backward; ``loss`` is weighted and scaled, as backward will see it."""
+        """Before each backward; ``loss`` is weighted and scaled, as backward will see it.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+            loss: a tensor of one element, with its graph.
+        """
 
     @_facts(logs="batch", counts="ba", leads=True, inside="batch")
     def on_after_backward(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
-        """After each backward; gradients may still be scaled and unsynchronized."""
+        """After each backward; gradients may still be scaled and unsynchronized.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+        """
 
     @_facts(logs="batch", counts="st", leads=True, inside="batch")
     def on_before_optimizer_step(
         self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer, /
     ) -> None:
-        """Before an optimizer step: gradients are complete, unscaled and synchronized, but not clipped."""
+        """Before an optimizer step: gradients are complete, unscaled and synchronized, but not clipped.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+            optimizer: the optimizer that is about to step.
+        """
 
     def on_validation_start(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
-        """Before the first validation loader; modules are in evaluation mode."""
+        """Before the first validation loader; modules are in evaluation mode.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+        """
 
     @_facts(logs="never")
     def on_validation_end(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
-        """After validation; reduced values are in ``callback_metrics``."""
+        """After validation; reduced values are in ``callback_metrics``.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+        """
 
     def on_validation_epoch_start(
         self, trainer: AnyTrainer, pl_module: AnyModule, /
     ) -> None:
-        """Before the first validation batch."""
+        """Before the first validation batch.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+        """
 
     def on_validation_epoch_end(
         self, trainer: AnyTrainer, pl_module: AnyModule, /
     ) -> None:
-        """After the last validation batch; values logged here belong to the epoch."""
+        """After the last validation batch; values logged here belong to the epoch.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+        """
 
     def on_validation_batch_start(
         self,
@@ -355,7 +482,15 @@ class Callback:
         dataloader_idx: int = 0,
         /,
     ) -> None:
-        """Before each ``validation_step``."""
+        """Before each ``validation_step``.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+            batch: this rank's batch, on the device.
+            batch_idx: its index in its loader, from 0.
+            dataloader_idx: the index of the loader, from 0.
+        """
 
     def on_validation_batch_end(
         self,
@@ -367,20 +502,49 @@ class Callback:
         dataloader_idx: int = 0,
         /,
     ) -> None:
-        """After each ``validation_step``, with what it returned."""
+        """After each ``validation_step``, with what it returned.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+            outputs: what ``validation_step`` returned, unchanged.
+            batch: this rank's batch, on the device.
+            batch_idx: its index in its loader, from 0.
+            dataloader_idx: the index of the loader, from 0.
+        """
 
     def on_test_start(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
-        """Before the first test loader; modules are in evaluation mode."""
+        """Before the first test loader; modules are in evaluation mode.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+        """
 
     @_facts(logs="never")
     def on_test_end(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
-        """After test; reduced values are in ``callback_metrics``."""
+        """After test; reduced values are in ``callback_metrics``.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+        """
 
     def on_test_epoch_start(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
-        """Before the first test batch."""
+        """Before the first test batch.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+        """
 
     def on_test_epoch_end(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
-        """After the last test batch; values logged here belong to the epoch."""
+        """After the last test batch; values logged here belong to the epoch.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+        """
 
     def on_test_batch_start(
         self,
@@ -391,7 +555,15 @@ class Callback:
         dataloader_idx: int = 0,
         /,
     ) -> None:
-        """Before each ``test_step``."""
+        """Before each ``test_step``.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+            batch: this rank's batch, on the device.
+            batch_idx: its index in its loader, from 0.
+            dataloader_idx: the index of the loader, from 0.
+        """
 
     def on_test_batch_end(
         self,
@@ -403,27 +575,56 @@ class Callback:
         dataloader_idx: int = 0,
         /,
     ) -> None:
-        """After each ``test_step``, with what it returned."""
+        """After each ``test_step``, with what it returned.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+            outputs: what ``test_step`` returned, unchanged.
+            batch: this rank's batch, on the device.
+            batch_idx: its index in its loader, from 0.
+            dataloader_idx: the index of the loader, from 0.
+        """
 
     @_facts(logs="never")
     def on_predict_start(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
-        """Before the first predict loader; modules are in evaluation mode."""
+        """Before the first predict loader; modules are in evaluation mode.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+        """
 
     @_facts(logs="never")
     def on_predict_end(self, trainer: AnyTrainer, pl_module: AnyModule, /) -> None:
-        """After prediction."""
+        """After prediction.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+        """
 
     @_facts(logs="never")
     def on_predict_epoch_start(
         self, trainer: AnyTrainer, pl_module: AnyModule, /
     ) -> None:
-        """Before the first predict batch."""
+        """Before the first predict batch.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+        """
 
     @_facts(logs="never")
     def on_predict_epoch_end(
         self, trainer: AnyTrainer, pl_module: AnyModule, /
     ) -> None:
-        """After the last batch."""
+        """After the last batch.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+        """
 
     @_facts(logs="never")
     def on_predict_batch_start(
@@ -435,7 +636,15 @@ class Callback:
         dataloader_idx: int = 0,
         /,
     ) -> None:
-        """Before each ``predict_step``."""
+        """Before each ``predict_step``.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+            batch: this rank's batch, on the device.
+            batch_idx: its index in its loader, from 0.
+            dataloader_idx: the index of the loader, from 0.
+        """
 
     @_facts(logs="never")
     def on_predict_batch_end(
@@ -448,13 +657,28 @@ class Callback:
         dataloader_idx: int = 0,
         /,
     ) -> None:
-        """After each ``predict_step``, with what it returned."""
+        """After each ``predict_step``, with what it returned.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+            outputs: what ``predict_step`` returned, unchanged.
+            batch: this rank's batch, on the device.
+            batch_idx: its index in its loader, from 0.
+            dataloader_idx: the index of the loader, from 0.
+        """
 
     @_facts(logs="never")
     def on_exception(
         self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException, /
     ) -> None:
-        """After an exception, which is then raised to the caller unchanged."""
+        """After an exception, which is then raised to the caller unchanged.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+            exception: what was raised, of any class, ``KeyboardInterrupt`` included.
+        """
 
     @_facts(logs="never")
     def on_save_checkpoint(
@@ -463,13 +687,24 @@ class Callback:
         """Before the state is written; the hook may add keys.
 
         Called also for a state that stays in memory (with ``NaNGuard``): files belong in ``on_checkpoint_committed``.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+            checkpoint: the state by key, to change in place; added values are plain data or tensors.
         """
 
     @_facts(logs="never")
     def on_load_checkpoint(
         self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: StateDict, /
     ) -> None:
-        """Before a state, or weights alone, is restored; it has the keys that ``on_save_checkpoint`` added."""
+        """Before a state, or weights alone, is restored; it has the keys that ``on_save_checkpoint`` added.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+            checkpoint: the state by key, before any of it is restored.
+        """
 
     def on_checkpoint_committed(
         self, trainer: AnyTrainer, pl_module: AnyModule, path: Location, /
@@ -478,6 +713,11 @@ class Callback:
 
         ``path`` is a ``Path``, or a location with the same methods if checkpoints go to a URL; the next save may
         delete it. Not called for a save that failed.
+
+        Args:
+            trainer: the Trainer that runs the entry point.
+            pl_module: the module that was passed to it.
+            path: the checkpoint directory.
         """
 
 
@@ -498,6 +738,9 @@ HOOK_FACTS: Final = {
 
 def hooks_where(**facts: object) -> frozenset[str]:
     """The hooks that have all of these facts.
+
+    Args:
+        facts: values of `HookFacts` by the names of its fields.
 
     Raises:
         TypeError: a name is not one of the fields of `HookFacts`.
@@ -550,7 +793,12 @@ class ModuleHooks:
         """
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
-        """Before ``training_step``, for each micro-batch, on the device. If every rank returns -1, the epoch ends."""
+        """Before ``training_step``, for each micro-batch, on the device. If every rank returns -1, the epoch ends.
+
+        Args:
+            batch: this rank's micro-batch, on the device.
+            batch_idx: its index in the epoch, from 0, counted on this rank.
+        """
 
     def on_train_batch_end(
         self, outputs: StepOutput, batch: Batch, batch_idx: int
@@ -558,22 +806,39 @@ class ModuleHooks:
         """After a micro-batch; for the last of a window after the optimizer step, with the gradients still present.
 
         ``outputs`` is ``{"loss": detached loss, ...}``, or None for a skipped batch.
+
+        Args:
+            outputs: what ``training_step`` returned, as a dict: ``"loss"`` is detached, without weight and loss scale.
+            batch: this rank's micro-batch, on the device.
+            batch_idx: its index in the epoch, from 0, counted on this rank.
         """
 
     def on_train_step_end(self) -> None:
         """After each optimizer step, once per window (not in Lightning)."""
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Before gradients are cleared: once per window, before its first backward."""
+        """Before gradients are cleared: once per window, before its first backward.
+
+        Args:
+            optimizer: the optimizer whose gradients are about to be cleared.
+        """
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Before each backward; ``loss`` is weighted and scaled, as backward will see it."""
+        """Before each backward; ``loss`` is weighted and scaled, as backward will see it.
+
+        Args:
+            loss: a tensor of one element, with its graph.
+        """
 
     def on_after_backward(self) -> None:
         """After each backward; gradients may still be scaled and unsynchronized."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Before an optimizer step: gradients are complete, unscaled and synchronized, but not clipped."""
+        """Before an optimizer step: gradients are complete, unscaled and synchronized, but not clipped.
+
+        Args:
+            optimizer: the optimizer that is about to step.
+        """
 
     def on_validation_start(self) -> None:
         """Before the first validation loader; modules are in evaluation mode."""
@@ -590,12 +855,25 @@ class ModuleHooks:
     def on_validation_batch_start(
         self, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Before each ``validation_step``."""
+        """Before each ``validation_step``.
+
+        Args:
+            batch: this rank's batch, on the device.
+            batch_idx: its index in its loader, from 0.
+            dataloader_idx: the index of the loader, from 0.
+        """
 
     def on_validation_batch_end(
         self, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """After each ``validation_step``, with what it returned."""
+        """After each ``validation_step``, with what it returned.
+
+        Args:
+            outputs: what ``validation_step`` returned, unchanged.
+            batch: this rank's batch, on the device.
+            batch_idx: its index in its loader, from 0.
+            dataloader_idx: the index of the loader, from 0.
+        """
 
     def on_test_start(self) -> None:
         """Before the first test loader; modules are in evaluation mode."""
@@ -612,12 +890,25 @@ class ModuleHooks:
     def on_test_batch_start(
         self, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Before each ``test_step``."""
+        """Before each ``test_step``.
+
+        Args:
+            batch: this rank's batch, on the device.
+            batch_idx: its index in its loader, from 0.
+            dataloader_idx: the index of the loader, from 0.
+        """
 
     def on_test_batch_end(
         self, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """After each ``test_step``, with what it returned."""
+        """After each ``test_step``, with what it returned.
+
+        Args:
+            outputs: what ``test_step`` returned, unchanged.
+            batch: this rank's batch, on the device.
+            batch_idx: its index in its loader, from 0.
+            dataloader_idx: the index of the loader, from 0.
+        """
 
     def on_predict_start(self) -> None:
         """Before the first predict loader; modules are in evaluation mode."""
@@ -634,30 +925,57 @@ class ModuleHooks:
     def on_predict_batch_start(
         self, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Before each ``predict_step``."""
+        """Before each ``predict_step``.
+
+        Args:
+            batch: this rank's batch, on the device.
+            batch_idx: its index in its loader, from 0.
+            dataloader_idx: the index of the loader, from 0.
+        """
 
     def on_predict_batch_end(
         self, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """After each ``predict_step``, with what it returned."""
+        """After each ``predict_step``, with what it returned.
+
+        Args:
+            outputs: what ``predict_step`` returned, unchanged.
+            batch: this rank's batch, on the device.
+            batch_idx: its index in its loader, from 0.
+            dataloader_idx: the index of the loader, from 0.
+        """
 
     def on_exception(self, exception: BaseException) -> None:
-        """After an exception, which is then raised to the caller unchanged."""
+        """After an exception, which is then raised to the caller unchanged.
+
+        Args:
+            exception: what was raised, of any class, ``KeyboardInterrupt`` included.
+        """
 
     def on_save_checkpoint(self, checkpoint: StateDict) -> None:
         """Before the state is written; the hook may add keys.
 
         Called also for a state that stays in memory (with ``NaNGuard``): files belong in ``on_checkpoint_committed``.
+
+        Args:
+            checkpoint: the state by key, to change in place; added values are plain data or tensors.
         """
 
     def on_load_checkpoint(self, checkpoint: StateDict) -> None:
-        """Before a state, or weights alone, is restored; it has the keys that ``on_save_checkpoint`` added."""
+        """Before a state, or weights alone, is restored; it has the keys that ``on_save_checkpoint`` added.
+
+        Args:
+            checkpoint: the state by key, before any of it is restored.
+        """
 
     def on_checkpoint_committed(self, path: Location) -> None:
         """After a checkpoint of this run is durable: between two steps, on every rank (not in Lightning).
 
         ``path`` is a ``Path``, or a location with the same methods if checkpoints go to a URL; the next save may
         delete it. Not called for a save that failed.
+
+        Args:
+            path: the checkpoint directory.
         """
 
     def on_validation_model_zero_grad(self) -> None:
@@ -692,16 +1010,28 @@ class DataHooks:
     """The hooks for data: of a datamodule, or of a module that has its own loaders."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """After an exception, which is then raised to the caller unchanged."""
+        """After an exception, which is then raised to the caller unchanged.
+
+        Args:
+            exception: what was raised, of any class, ``KeyboardInterrupt`` included.
+        """
 
     def prepare_data(self) -> None:
         """Download and unpack data, in one process per node, before ``setup``. Do not set state here."""
 
     def setup(self, stage: str) -> None:
-        """Build datasets, on every process; ``stage`` is fit, validate, test or predict."""
+        """Build datasets, on every process; ``stage`` is fit, validate, test or predict.
+
+        Args:
+            stage: the entry point: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        """
 
     def teardown(self, stage: str) -> None:
-        """Undo ``setup``; called also after an exception."""
+        """Undo ``setup``; called also after an exception.
+
+        Args:
+            stage: the entry point: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        """
 
     def train_dataloader(self) -> Loaders:
         """A loader, or any pytree of loaders."""
@@ -720,17 +1050,42 @@ class DataHooks:
         raise _undefined(self, "predict_dataloader")
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Change a batch on the host, before it moves."""
+        """Change a batch on the host, before it moves.
+
+        Args:
+            batch: what the loader yields, on the host.
+            dataloader_idx: the index of its loader, from 0; in training always 0.
+
+        Returns:
+            The batch to move.
+        """
         return batch
 
     def transfer_batch_to_device(
         self, batch: Batch, device: device, dataloader_idx: int
     ) -> Batch:
-        """Move a batch; an override replaces the default, which moves every tensor in any nesting."""
+        """Move a batch; an override replaces the default, which moves every tensor in any nesting.
+
+        Args:
+            batch: what the loader yields, or ``on_before_batch_transfer`` returned.
+            device: the device of this rank.
+            dataloader_idx: the index of its loader, from 0; in training always 0.
+
+        Returns:
+            The batch on the device.
+        """
         return move_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Change a batch on the device."""
+        """Change a batch on the device.
+
+        Args:
+            batch: the whole batch on the device, in the dtype of the precision.
+            dataloader_idx: the index of its loader, from 0; in training always 0.
+
+        Returns:
+            The batch that the step gets.
+        """
         return batch
 
 
@@ -741,18 +1096,30 @@ def _undefined(owner: object, name: str) -> NotImplementedError:
 
 
 def keep_modes(module: nn.Module) -> None:
-    """Record whether each submodule is in training or evaluation mode."""
+    """Record whether each submodule is in training or evaluation mode.
+
+    Args:
+        module: the module; its submodules are recorded, too.
+    """
     modes = [(submodule, submodule.training) for submodule in module.modules()]
     module.__dict__["_modes"] = modes
 
 
 def restore_modes(module: object) -> None:
-    """Restore the mode of each submodule that `keep_modes` recorded."""
+    """Restore the mode of each submodule that `keep_modes` recorded.
+
+    Args:
+        module: one that `keep_modes` got; without a record nothing happens.
+    """
     for submodule, training in module.__dict__.get("_modes", ()):
         # nn.Module.__setattr__ is 20 times slower, and train() would also change modules that were in eval mode.
         submodule.__dict__["training"] = training
 
 
 def forget_modes(module: object) -> None:
-    """Discard the record of `keep_modes`."""
+    """Discard the record of `keep_modes`.
+
+    Args:
+        module: one that `keep_modes` got.
+    """
     module.__dict__.pop("_modes", None)

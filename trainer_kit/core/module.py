@@ -110,8 +110,14 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
     def training_step(self, *args: Any, **kwargs: Any) -> StepOutput:
         """Compute the loss of a micro-batch: return it, a dict with ``"loss"`` (or one per named optimizer), or None.
 
-        None skips the batch. Define it as ``training_step(self, batch, batch_idx)``: the loader's batch, on the device,
-        and its index in the epoch, from 0.
+        None skips the batch. Define it as ``training_step(self, batch, batch_idx)``. A loss is a tensor of one element
+        with a
+        graph, in any floating-point dtype; its weight, the accumulation of gradients and the loss scale are applied
+        after it.
+
+        Args:
+            args: ``batch``, the loader's micro-batch on the device, and ``batch_idx``, its index in the epoch, from 0.
+            kwargs: none are passed.
         """
         rank_zero_warn(
             "TrainModule.training_step has no default: it returns None, and None trains nothing"
@@ -121,13 +127,38 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         """Evaluate one validation batch, without gradients.
 
         Define it as ``validation_step(self, batch, batch_idx)``, with a third ``dataloader_idx`` for several loaders.
+        What it
+        returns is passed to ``on_validation_batch_end``; `log` records values.
+
+        Args:
+            args: ``batch``, the loader's batch on the device, ``batch_idx``, its index in the loader, from 0, and with
+                several
+                loaders ``dataloader_idx``, the index of the loader, from 0.
+            kwargs: none are passed.
         """
 
     def test_step(self, *args: Any, **kwargs: Any) -> StepOutput:
-        """Evaluate one test batch, without gradients; arguments as in ``validation_step``."""
+        """Evaluate one test batch, without gradients.
+
+        What it returns is passed to ``on_test_batch_end``.
+
+        Args:
+            args: as in `validation_step`.
+            kwargs: none are passed.
+        """
 
     def predict_step(self, batch: Batch, *args: Any, **kwargs: Any) -> StepOutput:
-        """Predict one batch; by default ``self(batch)``. Arguments as in ``validation_step``."""
+        """Predict one batch; by default ``self(batch)``.
+
+        ``Trainer.predict`` returns what it returns, in dataset order.
+
+        Args:
+            batch: the loader's batch, on the device.
+            args: ``batch_idx``, the index of the batch in its loader, from 0, and with several loaders
+                ``dataloader_idx``, the
+                index of the loader, from 0.
+            kwargs: none are passed.
+        """
         return self(batch)
 
     def configure_optimizers(self) -> Any:
@@ -147,6 +178,9 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
 
         Args:
             mesh: the ``DeviceMesh``, with axes ``pp``, ``dp_replicate``, ``dp_shard``, ``cp`` and ``tp``.
+
+        Returns:
+            The plan; None: the strategy's own, or no plan.
         """
         return None
 
@@ -157,7 +191,17 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
     def loss_weight(self, batch: Batch) -> float | Tensor:
         """Return the weight of this batch's loss in the mean of a step; by default its number of samples.
 
-        Return the number of tokens (or of unmasked targets) if the loss is a mean over them.
+        Return the number of tokens (or of unmasked targets) if the loss is a mean over them: a number, or a tensor of
+        one
+        element on the host. The weights of an accumulation window must sum to more than zero over all ranks. They also
+        weight
+        the means of logged values.
+
+        Args:
+            batch: this rank's micro-batch as the loader yields it, on the host.
+
+        Raises:
+            ConfigurationError: called through ``super()``: there is no default implementation.
         """
         # A default would hide whether the module defines it: only then are batches not weighed by their samples.
         raise ConfigurationError(
@@ -166,7 +210,13 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         )
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward."""
+        """Compute the gradients of a loss; by default ``loss.backward()``. An override decides how.
+
+        Args:
+            loss: a tensor of one element, weighted and scaled.
+            args: of ``Tensor.backward``, in its order.
+            kwargs: of ``Tensor.backward``, such as ``inputs`` and ``retain_graph``, which named optimizers need.
+        """
         # torch's method has no annotations.
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
@@ -177,17 +227,44 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         optimizer: Optimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Step one optimizer; the closure returns the loss, which is already computed."""
+        """Step one optimizer, once per accumulation window; by default ``optimizer.step(closure=optimizer_closure)``.
+
+        Gradients are complete, unscaled, synchronized and clipped. An override that does not call ``optimizer.step``
+        leaves the
+        weights as they are.
+
+        Args:
+            epoch: completed epochs.
+            batch_idx: the index of the window's last micro-batch in its epoch, from 0.
+            optimizer: the optimizer, or a proxy of it where the strategy performs the step.
+            optimizer_closure: returns the loss of the window, detached, which is already computed; None if this rank
+                has none.
+                It runs the window again only if weights or gradients have changed since.
+        """
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(
         self, epoch: int, batch_idx: int, optimizer: Optimizer
     ) -> None:
-        """Clear the gradients of one optimizer."""
+        """Clear the gradients of one optimizer: by default they become None.
+
+        Called once for each accumulation window, before its first backward, so that hooks can read the gradients until
+        then.
+
+        Args:
+            epoch: completed epochs.
+            batch_idx: the index of the micro-batch that is running, from 0.
+            optimizer: the optimizer.
+        """
         optimizer.zero_grad()
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
-        """Advance one scheduler."""
+        """Advance one scheduler; by default ``scheduler.step()``, with the metric where there is one.
+
+        Args:
+            scheduler: a scheduler that `configure_optimizers` returned.
+            metric: the value that it monitors, as last logged; None for a scheduler without ``reduce_on_plateau``.
+        """
         if metric is None:
             scheduler.step()
         else:
@@ -199,7 +276,15 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the gradients of one optimizer; they are unscaled and synchronized."""
+        """Clip the gradients of one optimizer; they are unscaled and synchronized. By default `clip_gradients`.
+
+        Args:
+            optimizer: the optimizer that is about to step.
+            gradient_clip_val: the Trainer's ``gradient_clip_val``; None: the Trainer does not clip.
+            gradient_clip_algorithm: the Trainer's ``gradient_clip_algorithm``, ``"norm"`` or ``"value"``; None: the
+                Trainer
+                does not clip.
+        """
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     # -- logging -------------------------------------------------------------------------------------------------
@@ -267,12 +352,29 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
     def log_dict(
         self, dictionary: Mapping[str, MetricValue], *args: Any, **kwargs: Any
     ) -> None:
-        """Call `log` for each entry, with the same options."""
+        """Call `log` for each entry, with the same options.
+
+        Args:
+            dictionary: values by name, each as `log` takes it.
+            args: further options of `log`, in its order.
+            kwargs: the same options by name, such as ``on_epoch=True``.
+
+        Raises:
+            LogError: as `log`.
+        """
         for name, value in dictionary.items():
             self.log(name, value, *args, **kwargs)
 
     def print(self, *args: object, **kwargs: Any) -> None:
-        """Print on rank 0, without tearing the progress bar."""
+        """Print on rank 0, without tearing the progress bar.
+
+        Args:
+            args: what to print.
+            kwargs: options of the built-in ``print``, such as ``sep`` and ``end``.
+
+        Raises:
+            ConfigurationError: the module is not attached to a Trainer.
+        """
         self.trainer.print(*args, **kwargs)
 
     # -- where we are --------------------------------------------------------------------------------------------
@@ -380,7 +482,17 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
     def all_gather(
         self, data: Nested, group: object = None, sync_grads: bool = False
     ) -> Nested:
-        """Stack tensors over the data ranks: (ranks, *shape); with one rank unchanged. Every rank must call it."""
+        """Stack tensors over the data ranks: (ranks, *shape); with one rank unchanged. Every rank must call it.
+
+        Args:
+            data: a tensor, a number, or a pytree of them, with the same structure, shapes and dtypes on every rank.
+            group: must be None: the data ranks are always used.
+            sync_grads: let gradients flow back to the tensors of all ranks, as a contrastive loss needs.
+
+        Raises:
+            ConfigurationError: a group is given, or the module is not attached to a Trainer.
+            RankError: on every rank, where shapes, dtypes or structure differ.
+        """
         if group is not None:
             raise ConfigurationError(
                 "all_gather always uses all data ranks",
@@ -392,7 +504,16 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
     # -- optimization --------------------------------------------------------------------------------------------
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """The optimizer, or a list of several. In manual optimization their ``step`` goes through the strategy."""
+        """The optimizer, or a list of several. In manual optimization their ``step`` goes through the strategy.
+
+        Args:
+            use_pl_optimizer: False: in manual optimization the bare optimizers, whose ``step`` the strategy and the
+                precision
+                do not see. Without effect in automatic optimization.
+
+        Raises:
+            ConfigurationError: the module is not attached to a Trainer.
+        """
         trainer = self.trainer
         if use_pl_optimizer:
             optimizers = trainer.manual_optimizers
@@ -414,7 +535,16 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         return schedulers
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward in manual optimization: weighted, scaled and synchronized as in automatic optimization."""
+        """Run backward in manual optimization: weighted, scaled and synchronized as in automatic optimization.
+
+        Args:
+            loss: a tensor of one element with its graph.
+            args: further arguments of `backward`.
+            kwargs: further arguments of `backward`, such as ``retain_graph=True``.
+
+        Raises:
+            ConfigurationError: ``automatic_optimization`` is True, or no fit is running.
+        """
         self.trainer.manual_backward(loss, *args, **kwargs)
 
     def clip_gradients(
@@ -423,16 +553,35 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the gradients of one optimizer by ``"norm"`` or ``"value"``; None uses the Trainer's setting.
+        """Clip the gradients of one optimizer by ``"norm"`` or ``"value"``, over all ranks that share them.
 
-        Without ``gradient_clip_val`` in either place this does nothing; the default algorithm is ``"norm"``.
+        Scaled gradients are unscaled first.
+
+        Args:
+            optimizer: an optimizer that `optimizers` returns.
+            gradient_clip_val: the largest total norm, or the largest absolute value of an element; None: the Trainer's,
+                and
+                nothing is clipped if that is None, too.
+            gradient_clip_algorithm: ``"norm"`` or ``"value"``; None: the Trainer's, ``"norm"`` by default.
+
+        Raises:
+            ConfigurationError: ``optimizer`` is not an optimizer, or the algorithm is unknown.
         """
         self.trainer.clip_gradients(
             optimizer, gradient_clip_val, gradient_clip_algorithm
         )
 
     def toggle_optimizer(self, optimizer: Optimizer) -> None:
-        """Let only this optimizer's parameters require gradients, until `untoggle_optimizer`."""
+        """Let only this optimizer's parameters require gradients, until `untoggle_optimizer`.
+
+        A parameter that is frozen stays frozen.
+
+        Args:
+            optimizer: an optimizer that `optimizers` returns.
+
+        Raises:
+            ConfigurationError: an optimizer is already toggled.
+        """
         # A second record would take the frozen state of the first toggle for the user's.
         if "_toggled" in self.__dict__:
             raise ConfigurationError(
@@ -447,13 +596,27 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
             parameter.requires_grad_(requires_grad)
 
     def untoggle_optimizer(self, optimizer: Optimizer) -> None:
-        """Undo `toggle_optimizer`."""
+        """Undo `toggle_optimizer`: each parameter requires gradients again if it did before.
+
+        Without a toggle nothing happens.
+
+        Args:
+            optimizer: accepted for compatibility with Lightning; not used, since only one optimizer is toggled at a
+                time.
+        """
         for parameter, requires_grad in self.__dict__.pop("_toggled", ()):
             parameter.requires_grad_(requires_grad)
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
-        """A context with `toggle_optimizer` at its start and `untoggle_optimizer` at its end."""
+        """A context with `toggle_optimizer` at its start and `untoggle_optimizer` at its end.
+
+        Args:
+            optimizer: an optimizer that `optimizers` returns.
+
+        Raises:
+            ConfigurationError: an optimizer is already toggled.
+        """
         self.toggle_optimizer(optimizer)
         try:
             yield
@@ -516,7 +679,15 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
     def to_onnx(
         self, file_path: Any = None, input_sample: Nested = None, **kwargs: Any
     ) -> Any:
-        """Export through ``torch.onnx.export``, with ``example_input_array`` unless a sample is given.
+        """Export through ``torch.onnx.export`` in evaluation mode, by default with ``example_input_array``.
+
+        Args:
+            file_path: the file to write; None: none is written.
+            input_sample: the arguments of ``forward``: a tensor, or a tuple of several; None: ``example_input_array``.
+            kwargs: options of ``torch.onnx.export``.
+
+        Returns:
+            What ``torch.onnx.export`` returns.
 
         Raises:
             ConfigurationError: ``onnx`` or ``onnxscript`` is not installed, or there is no sample.
@@ -596,7 +767,11 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
 
 
 def build_once(module: Any) -> None:
-    """Call ``configure_model``, unless this module was built before: new layers would replace the trained ones."""
+    """Call ``configure_model``, unless this module was built before: new layers would replace the trained ones.
+
+    Args:
+        module: a `TrainModule`.
+    """
     # In __dict__, as "_trainer": it is never a parameter.
     if "_built" not in vars(module):
         module.configure_model()

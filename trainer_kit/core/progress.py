@@ -41,7 +41,11 @@ class Progress:
     seconds: float = 0.0
 
     def pass_batches(self, count: int) -> None:
-        """Count micro-batches that are read and not trained on."""
+        """Count micro-batches that are read and not trained on.
+
+        Args:
+            count: how many; it is added to ``batch`` and ``epoch_batch``.
+        """
         self.batch += count
         self.epoch_batch += count
 
@@ -52,8 +56,11 @@ class Progress:
     def load_state_dict(self, state: dict[str, int | float]) -> None:
         """Restore the counts of ``state``; a count that an older state lacks is unchanged.
 
+        Args:
+            state: counts by name, as `state_dict` returns them; other names are ignored.
+
         Raises:
-            ValueError: a value is not a count.
+            ValueError: a value is not a count: an integer from 0 to 2**63 - 1, or for ``seconds`` also a float.
         """
         # Everything is checked before anything is changed.
         for field in fields(self):
@@ -212,7 +219,14 @@ class Duration:
         return cls(_whole(number, name), name)
 
     def reached(self, progress: Progress) -> bool:
-        """Whether ``progress`` has come this far."""
+        """Whether ``progress`` has come this far.
+
+        Args:
+            progress: the counts of a fit.
+
+        Raises:
+            DurationError: the unit is ``dur``, a fraction of the run, which no count has.
+        """
         return bool(getattr(progress, self.counter) >= self.value)
 
 

@@ -71,10 +71,22 @@ class Logger(Protocol):
     training (`trainer_kit.loggers.delivery`). With ``writes_alone = True``, modules and callbacks on other ranks get a
     `DummyLogger` in its place. If the third parameter of ``log_metrics`` is called ``at``, it is when the values were
     logged, in seconds since 1970.
+
+    Example:
+        >>> class PrintLogger:
+        ...     def log_metrics(self, metrics, step):
+        ...         print(step, metrics)
+        >>> isinstance(PrintLogger(), Logger)
+        True
     """
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log values that are already reduced and on the host."""
+        """Log values that are already reduced and on the host.
+
+        Args:
+            metrics: the values by name, as Python floats.
+            step: completed optimizer steps when the values were logged; the x-axis of a chart.
+        """
 
 
 class MicroSteps(Protocol):
