@@ -51,6 +51,10 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
     Override ``training_step`` and ``configure_optimizers``; everything else is optional. Hooks are described in
     ``trainer_kit.core.hooks``.
 
+    Args:
+        args: for the constructor of the next class; ``nn.Module`` takes none.
+        kwargs: the same by name.
+
     Example:
         >>> import torch
         >>> class Net(TrainModule):
