@@ -13,6 +13,12 @@ import pytest
 import yaml
 
 import trainer_kit as tk
+from tests.docs.test_reference_gaps import (
+    described_arguments,
+    members_of,
+    parameters,
+    shown_methods,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "reference"
@@ -125,10 +131,25 @@ def has_default(owner: str, name: str) -> bool:
     return parameter is not None and parameter.default is not parameter.empty
 
 
+def described() -> set[tuple[str, str]]:
+    """Every method that the reference shows, with each argument that it or a base class describes."""
+    arguments = set()
+    for page, name in REFERENCE["directives"]():
+        cls = REFERENCE["resolve"](name)
+        if not inspect.isclass(cls):
+            continue
+        for member in shown_methods(cls, members_of(page, name)):
+            method = getattr(cls, member)
+            if method.__doc__ is not None:
+                names = {*parameters(method)} & described_arguments(cls, member)
+                arguments |= {(f"{name}.{member}", argument) for argument in names}
+    return arguments
+
+
 @pytest.mark.long
 @pytest.mark.timeout(400)
 def test_the_built_pages(built_site: Path) -> None:
-    """The order of members, the default of each argument, and where each class and function is defined."""
+    """The order of members, each argument with its default, and where each class and function is defined."""
     rows = []
     for page in (built_site / "reference").glob("*/index.html"):
         text = page.read_text(encoding="utf-8")
@@ -142,6 +163,7 @@ def test_the_built_pages(built_site: Path) -> None:
                 assert found == [each for each in listed(name) if each in found]
                 assert len(found) > len(listed(name)) - 2
     assert len(rows) > 900
+    assert described() <= {(owner, cells[0].lstrip("*")) for owner, _, cells in rows}
     lacking = []
     for owner, heads, cells in rows:
         default = dict(zip(heads, cells, strict=True)).get("Default")

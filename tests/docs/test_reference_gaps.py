@@ -28,10 +28,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 CEILINGS = Path(__file__).with_suffix(".json").with_stem("reference_gaps")
 REFERENCE = runpy.run_path(str(ROOT / "docs" / "generate_reference.py"))
-# The sections that describe an argument. "Other Args: of hooks", in the docstring of a class, has those that hooks of
-# the class and of its subclasses share.
-ARGUMENTS = r"Args|Attributes|Keyword Args"
-SHARED = r"Other Args"
+SECTIONS = ("Args", "Attributes")
 KINDS = {"args": "lacks a description of", "examples": "lacks an executed example"}
 
 
@@ -45,12 +42,12 @@ class Gap(NamedTuple):
         return " ".join([self.name, KINDS[self.kind], ", ".join(self.lacking)]).strip()
 
 
-def entries(docstring: str | None, sections: str) -> set[str]:
-    """The names described in the sections of a docstring whose titles match."""
+def entries(docstring: str | None) -> set[str]:
+    """The names that a docstring describes in its sections."""
     names: set[str] = set()
     text = inspect.cleandoc(docstring or "")
     for body in re.findall(
-        rf"^(?:{sections}):[^\n]*\n((?:    [^\n]*\n|\n)+)", text + "\n", re.M
+        rf"^(?:{'|'.join(SECTIONS)}):[^\n]*\n((?:    [^\n]*\n|\n)+)", text + "\n", re.M
     ):
         names |= set(re.findall(r"^    \*{0,2}(\w+)(?: \(.+?\))?:", body, re.M))
     return names
@@ -121,30 +118,29 @@ def shown_methods(cls: type, listed: list[str] | None) -> list[str]:
     ]
 
 
+def described_arguments(cls: type, member: str) -> set[str]:
+    """The arguments of a method that it or a method of a base class describes."""
+    texts = [function.__doc__ for function in definitions(cls, member)]
+    return set().union(*(entries(text) for text in texts))
+
+
 def class_gaps(name: str, cls: type, listed: list[str] | None) -> Iterator[Gap]:
     """The arguments without a description of a class and of its methods."""
     described: set[str] = set()
-    shared: set[str] = set()
     for base in cls.__mro__:
-        docstring = vars(base).get("__doc__")
-        described |= entries(docstring, ARGUMENTS) | described_fields(base)
-        shared |= entries(docstring, SHARED)
+        described |= entries(vars(base).get("__doc__")) | described_fields(base)
     if not issubclass(cls, Enum):
         lacking = [each for each in parameters(cls) if each not in described]
         if lacking:
             yield Gap(room(cls), "args", name, tuple(lacking))
     for member in shown_methods(cls, listed):
-        functions = definitions(cls, member)
-        described = shared.copy()
-        for function in functions:
-            described |= entries(function.__doc__, ARGUMENTS)
+        function = definitions(cls, member)[0]
+        described = described_arguments(cls, member)
         lacking = [
-            each
-            for each in parameters(functions[0])
-            if each.lstrip("_") not in described
+            each for each in parameters(function) if each.lstrip("_") not in described
         ]
         if lacking:
-            yield Gap(room(functions[0]), "args", f"{name}.{member}", tuple(lacking))
+            yield Gap(room(function), "args", f"{name}.{member}", tuple(lacking))
 
 
 def has_example(docstring: str | None) -> bool:
@@ -161,7 +157,7 @@ def gaps() -> list[Gap]:
         if inspect.isclass(value):
             found += class_gaps(name, value, members_of(page, name))
         elif inspect.isfunction(value):
-            described = entries(value.__doc__, ARGUMENTS)
+            described = entries(value.__doc__)
             lacking = [each for each in parameters(value) if each not in described]
             if lacking:
                 found.append(Gap(room(value), "args", name, tuple(lacking)))
@@ -219,7 +215,11 @@ def test_gaps_are_found() -> None:
         def __init__(self, size: int, rate: float, **options: int) -> None: ...
 
         def hook(self, batch: int, other: int) -> None:
-            """Called."""
+            """Called.
+
+            Args:
+                batch: rows.
+            """
 
     class Override(Documented):
         def hook(self, batch: int, other: int) -> None: ...

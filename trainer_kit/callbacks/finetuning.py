@@ -60,7 +60,14 @@ class BaseFinetuning(Callback):
         self._module: nn.Module | None = None
 
     def freeze_before_training(self, pl_module: Any) -> None:
-        """Freeze the layers that are not trained at first; called in a fit's ``setup``, before the optimizers exist."""
+        """Freeze the layers that are not trained at first; called in a fit's ``setup``, before the optimizers exist.
+
+        Args:
+            pl_module: the module that is trained; `freeze` freezes a part of it.
+
+        Raises:
+            NotImplementedError: the subclass does not override it.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} must override freeze_before_training(self, pl_module)"
         )
@@ -68,7 +75,16 @@ class BaseFinetuning(Callback):
     def finetune_function(
         self, pl_module: Any, epoch: int, optimizer: Optimizer
     ) -> None:
-        """Unfreeze the layers that are trained from now on; called for each optimizer when ``epoch`` starts."""
+        """Unfreeze the layers that are trained from now on; called for each optimizer when ``epoch`` starts.
+
+        Args:
+            pl_module: the module that is trained.
+            epoch: the epoch that starts, counted from 0.
+            optimizer: one optimizer of the run; `unfreeze_and_add_param_group` adds parameters to it.
+
+        Raises:
+            NotImplementedError: the subclass does not override it.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} must override finetune_function(self, pl_module, epoch, optimizer)"
         )
@@ -76,6 +92,9 @@ class BaseFinetuning(Callback):
     @staticmethod
     def flatten_modules(modules: _Modules) -> list[nn.Module]:
         """The modules that hold parameters or have no children, each once.
+
+        Args:
+            modules: a module, or modules in nested lists; their submodules count too.
 
         Example:
             >>> body = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
@@ -101,7 +120,13 @@ class BaseFinetuning(Callback):
     def filter_params(
         modules: _Modules, train_bn: bool = True, requires_grad: bool = True
     ) -> Iterable[nn.Parameter]:
-        """The parameters of these modules with this flag; ``train_bn=False`` leaves out batch norms."""
+        """The parameters of these modules that are trainable, or those that are frozen.
+
+        Args:
+            modules: a module, or modules in nested lists; their submodules count too.
+            train_bn: False leaves out the parameters of batch norms.
+            requires_grad: True for trainable parameters, False for frozen ones.
+        """
         for module in BaseFinetuning.flatten_modules(modules):
             if isinstance(module, BatchNorm) and not train_bn:
                 continue
@@ -111,18 +136,32 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
-        """Freeze the parameters of one module, not of its children; a batch norm keeps its running statistics."""
+        """Freeze the parameters of one module, not of its children; a batch norm keeps its running statistics.
+
+        Args:
+            module: the module, changed in place.
+        """
         _set_trainable(module, False)
 
     @staticmethod
     def make_trainable(modules: _Modules) -> None:
-        """Train the parameters of these modules; batch norms update their running statistics."""
+        """Make the parameters of these modules trainable; batch norms update their running statistics.
+
+        Args:
+            modules: a module, or modules in nested lists; their submodules count too.
+        """
         for module in BaseFinetuning.flatten_modules(modules):
             _set_trainable(module, True)
 
     @staticmethod
     def freeze(modules: _Modules, train_bn: bool = True) -> None:
-        """Freeze these modules; with ``train_bn`` their batch norms are trained."""
+        """Freeze the parameters of these modules.
+
+        Args:
+            modules: a module, or modules in nested lists; their submodules count too.
+            train_bn: True leaves batch norms trainable, with running statistics that are updated; False freezes them
+                too.
+        """
         for module in BaseFinetuning.flatten_modules(modules):
             _set_trainable(module, train_bn and isinstance(module, BatchNorm))
 
@@ -130,7 +169,12 @@ class BaseFinetuning(Callback):
     def filter_on_optimizer(
         optimizer: Optimizer, params: Iterable[nn.Parameter]
     ) -> list[nn.Parameter]:
-        """The parameters that the optimizer does not have."""
+        """The parameters that the optimizer does not have.
+
+        Args:
+            optimizer: the optimizer whose parameter groups are searched.
+            params: the parameters to look for, compared by identity.
+        """
         # By identity: tensors compare by their elements.
         optimizer_ids: set[int] = set()
         for group in optimizer.param_groups:

@@ -98,7 +98,11 @@ class GradientAccumulation(Callback):
         return schedule
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
-        """Micro-batches for each optimizer step of ``epoch``; with a target, of the next one."""
+        """Micro-batches per optimizer step in ``epoch``; with a target, in the next window.
+
+        Args:
+            epoch: the epoch, counted from 0; ignored with a target, whose result is 1 until a micro-batch is measured.
+        """
         if self.target is None:
             last_change = max(start for start in self.epochs if start <= epoch)
             return self.scheduling[last_change]

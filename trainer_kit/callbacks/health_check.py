@@ -71,7 +71,13 @@ class HealthCheck(Callback):
         self.act(trainer, pl_module)
 
     def act(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        """Check now, and print the result. Every rank must call it."""
+        """Check now, and print the result. Every rank must call it.
+
+        Args:
+            trainer: the running Trainer; its strategy has the group of ranks to compare, its ``checkpoint_dir`` the
+                disk.
+            module: the trained module, which is not read.
+        """
         directory = _existing_directory(trainer)
         # Once on each machine: its ranks share memory and disks.
         findings = []

@@ -414,7 +414,14 @@ class ProgressBar(Callback):
         end: str = "\n",
         file: TextIO | None = None,
     ) -> None:
-        """Like ``print``, above the line; on rank 0."""
+        """Print as ``print`` does, above the bar; only on rank 0, and not while the bar is disabled.
+
+        Args:
+            values: the objects to print.
+            sep: the text between two of them.
+            end: the text after the last one.
+            file: where to print; None for standard output.
+        """
         if self._line is not None:
             text = sep.join(str(value) for value in values)
             self._line.write(text, end, file)
@@ -424,7 +431,15 @@ class ProgressBar(Callback):
     def get_metrics(
         self, trainer: TrainerLike, pl_module: ModuleLike
     ) -> Mapping[str, Any]:
-        """The values to show, by name; called at most ten times a second."""
+        """The values to show, by name; called at most ten times a second.
+
+        By default those logged with ``prog_bar=True``. An override may return numbers, text and tensors of one element,
+        which are then read from the device.
+
+        Args:
+            trainer: the running Trainer.
+            pl_module: the module that it runs.
+        """
         return trainer.progress_bar_metrics
 
     def _open_line(self, kind: str, title: str) -> tuple[Line | None, str]:

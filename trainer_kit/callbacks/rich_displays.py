@@ -118,6 +118,9 @@ class RichProgressBar(ProgressBar):
         """The columns of the bar: rich's ``ProgressColumn`` objects, or format strings for its tasks.
 
         The fields of a task are ``{task.fields[batches]}``, ``{task.fields[time]}`` and ``{task.fields[speed]}``.
+
+        Args:
+            trainer: the running Trainer.
         """
         from rich.progress import BarColumn, TextColumn
 

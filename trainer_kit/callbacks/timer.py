@@ -81,15 +81,36 @@ class Timer(Callback):
         return self._state_key
 
     def start_time(self, stage: str = "train") -> float | None:
-        """When the stage last began, in seconds of ``time.monotonic``; None if it never began."""
+        """When the stage last began, in seconds of ``time.monotonic``; None if it never began.
+
+        Args:
+            stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
+
+        Raises:
+            ConfigurationError: there is no such stage.
+        """
         return self._started.get(_check_stage(stage))
 
     def end_time(self, stage: str = "train") -> float | None:
-        """When the stage last ended; None while it runs."""
+        """When the stage last ended, in seconds of ``time.monotonic``; None if it never ran, and while it runs.
+
+        Args:
+            stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
+
+        Raises:
+            ConfigurationError: there is no such stage.
+        """
         return self._ended.get(_check_stage(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Seconds that the stage took, or has taken so far; for training, the sum over all restarts."""
+        """Seconds that the stage took, or has taken so far; for training, the sum over all restarts.
+
+        Args:
+            stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
+
+        Raises:
+            ConfigurationError: there is no such stage.
+        """
         start = self._started.get(_check_stage(stage))
         # Only training is continued by a restart; a validation begins again.
         before = 0.0
@@ -101,7 +122,14 @@ class Timer(Callback):
         return ended - start + before
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Seconds until ``duration``; None without one."""
+        """Seconds until the stage has taken ``duration``; negative after that, None without a duration.
+
+        Args:
+            stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
+
+        Raises:
+            ConfigurationError: with a duration: there is no such stage.
+        """
         if self._duration is None:
             return None
         return self._duration - self.time_elapsed(stage)

@@ -67,7 +67,19 @@ class LearningRateFinder(Callback):
         datamodule: DataModuleLike,
         saved: SavedState | None,
     ) -> None:
-        """Search, or set what the run has found before; the fit calls this."""
+        """Search, or set the learning rate that the run found before; ``fit`` calls this on every rank.
+
+        Args:
+            trainer: the Trainer, inside ``fit`` and before the first step.
+            module: the module of the fit.
+            loaders: what was passed to ``fit``; None if the module or the datamodule has the loaders.
+            datamodule: the datamodule of the fit, or None.
+            saved: this callback's state in the checkpoint that the fit resumes from; None for a new run, which
+                searches.
+
+        Raises:
+            ConfigurationError: as `tuner.lr_find`.
+        """
         from trainer_kit.tuner.learning_rate import attribute_of, set_learning_rate
 
         # A resumed fit continues with its rate: a search on half-trained weights would find another one.
@@ -143,7 +155,19 @@ class BatchSizeFinder(Callback):
         datamodule: DataModuleLike,
         saved: SavedState | None,
     ) -> None:
-        """Search, or set what the run has found before; the fit calls this."""
+        """Search, or set the size that the run found before; ``fit`` calls this on every rank.
+
+        Args:
+            trainer: the Trainer, inside ``fit`` and before the first step.
+            module: the module of the fit.
+            loaders: what was passed to ``fit``; None if the module or the datamodule has the loaders.
+            datamodule: the datamodule of the fit, or None.
+            saved: this callback's state in the checkpoint that the fit resumes from; None for a new run, which
+                searches.
+
+        Raises:
+            ConfigurationError: as `tuner.scale_batch_size`.
+        """
         from trainer_kit.tuner.batch_size import set_batch_size
 
         data = module, loaders, datamodule

@@ -64,6 +64,14 @@ class AimLogger(RunLogger[AimRun]):
 
     Raises:
         ConfigurationError: aim is not installed.
+
+    Example:
+        >>> from trainer_kit import Trainer
+        >>> from trainer_kit.loggers import AimLogger
+        >>> logger = AimLogger(experiment="digits", run_name="baseline", train_metric_prefix="train/")
+        >>> trainer = Trainer(logger=logger, max_epochs=3)
+        >>> logger.name, logger.version
+        ('digits', None)
     """
 
     requires = "aim>=3.17"

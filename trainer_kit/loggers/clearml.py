@@ -99,6 +99,14 @@ class ClearMLLogger(RunLogger[ClearMLTask]):
 
     Raises:
         ConfigurationError: clearml is not installed.
+
+    Example:
+        >>> from trainer_kit import Trainer
+        >>> from trainer_kit.loggers import ClearMLLogger
+        >>> logger = ClearMLLogger(project_name="digits", task_name="baseline", offline=True)
+        >>> trainer = Trainer(logger=logger, max_epochs=3)
+        >>> logger.name, logger.version
+        ('digits', None)
     """
 
     requires = "clearml>=1.14"

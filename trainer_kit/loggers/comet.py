@@ -91,6 +91,14 @@ class CometLogger(RunLogger[CometExperiment]):
 
     Raises:
         ConfigurationError: comet_ml is not installed, or an argument has been renamed.
+
+    Example:
+        >>> from trainer_kit import Trainer
+        >>> from trainer_kit.loggers import CometLogger
+        >>> logger = CometLogger(project="digits", online=False, tags=["baseline"])
+        >>> trainer = Trainer(logger=logger, max_epochs=3)
+        >>> logger.name, logger.version
+        ('digits', None)
     """
 
     requires = "comet-ml>=3.44.4"

@@ -166,7 +166,12 @@ class CSVLogger(DirectoryLogger):
 
     @with_lock
     def finalize(self, status: str) -> None:
-        """Write the buffered values. Later values do not overwrite those of the last row."""
+        """Write the buffered values.
+
+        Args:
+            status: ``"success"``, ``"failed"`` or ``"interrupted"``: after ``"success"``, later values of the last step
+                get a row of their own.
+        """
         self.save()
         if status == "success" and self._table is not None:
             last_step = self._table.last_step

@@ -65,6 +65,14 @@ class DVCLiveLogger(RunLogger[DVCLive]):
 
     Raises:
         ConfigurationError: dvclive is not installed.
+
+    Example:
+        >>> from trainer_kit import Trainer
+        >>> from trainer_kit.loggers import DVCLiveLogger
+        >>> logger = DVCLiveLogger(run_name="baseline", dir="metrics", report="md")
+        >>> trainer = Trainer(logger=logger, max_epochs=3)
+        >>> logger.name
+        'baseline'
     """
 
     requires = "dvclive>=3"

@@ -148,7 +148,11 @@ class JSONLLogger(DirectoryLogger):
 
     @with_lock
     def finalize(self, status: str) -> None:
-        """Close the file; a later call opens it again."""
+        """Sync the file to disk and close it; a later call opens it again.
+
+        Args:
+            status: ``"success"``, ``"failed"`` or ``"interrupted"``; no difference here.
+        """
         self.save()
         self._close()
 
@@ -263,6 +267,15 @@ def read_journal(path: str | os.PathLike[str]) -> list[JsonObject]:
     Raises:
         LogError: a line that is not the last cannot be read.
         OSError: the file cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> from trainer_kit.loggers import JSONLLogger, read_journal
+        >>> logger = JSONLLogger(tempfile.mkdtemp())
+        >>> logger.log_metrics({"loss": 0.5}, step=3)
+        >>> logger.log_metrics({"loss": float("nan")}, step=4)
+        >>> [(record["step"], record["loss"]) for record in read_journal(logger.path)]
+        [(3, 0.5), (4, nan)]
     """
     records = []
     lines = Path(os.path.expanduser(path)).read_bytes().split(b"\n")

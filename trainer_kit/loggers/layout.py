@@ -540,12 +540,23 @@ class DummyLogger:
             setattr(self, name, getattr(like, name, default))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Nothing is kept."""
+        """Discard the values.
+
+        Args:
+            metrics: ignored.
+            step: ignored.
+        """
 
     def log_hyperparams(
         self, params: Mapping[str, object], *args: object, **kwargs: object
     ) -> None:
-        """Nothing is kept."""
+        """Discard the hyperparameters.
+
+        Args:
+            params: ignored.
+            args: ignored.
+            kwargs: ignored.
+        """
 
     def __getattr__(self, name: str) -> _Nothing:
         # copy, pickle and NumPy ask for special methods, and take any answer for an implementation.

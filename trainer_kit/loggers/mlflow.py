@@ -109,8 +109,11 @@ class MLFlowLogger(RunLogger[MLFlowClient]):
 
     Example:
         >>> from trainer_kit import Trainer
-        >>> from trainer_kit.loggers import MLFlowLogger  # doctest: +SKIP
-        >>> Trainer(logger=MLFlowLogger("digits", tracking_uri="http://127.0.0.1:5000"))  # doctest: +SKIP
+        >>> from trainer_kit.loggers import MLFlowLogger
+        >>> logger = MLFlowLogger("digits", tracking_uri="http://127.0.0.1:5000")
+        >>> trainer = Trainer(logger=logger, max_epochs=3)
+        >>> logger.name, logger.version
+        ('digits', None)
     """
 
     requires = "mlflow>=2.8"

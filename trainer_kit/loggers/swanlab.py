@@ -83,6 +83,14 @@ class SwanLabLogger(RunLogger[SwanLabRun]):
 
     Raises:
         ConfigurationError: swanlab is not installed.
+
+    Example:
+        >>> from trainer_kit import Trainer
+        >>> from trainer_kit.loggers import SwanLabLogger
+        >>> logger = SwanLabLogger(project="digits", experiment_name="baseline", mode="offline")
+        >>> trainer = Trainer(logger=logger, max_epochs=3)
+        >>> logger.name, logger.version
+        ('digits', None)
     """
 
     requires = "swanlab>=0.8"

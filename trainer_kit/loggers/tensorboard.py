@@ -221,7 +221,11 @@ class TensorBoardLogger(DirectoryLogger):
 
     @with_lock
     def finalize(self, status: str) -> None:
-        """Close the event file; a later call opens a new one."""
+        """Close the event file; a later call opens a new one.
+
+        Args:
+            status: ``"success"``, ``"failed"`` or ``"interrupted"``; no difference here.
+        """
         writer = self._writer
         self._writer = None
         if writer is not None:

@@ -58,6 +58,14 @@ class TrackioLogger(RunLogger[TrackioRun]):
 
     Raises:
         ConfigurationError: trackio is not installed.
+
+    Example:
+        >>> from trainer_kit import Trainer
+        >>> from trainer_kit.loggers import TrackioLogger
+        >>> logger = TrackioLogger(project="digits", name="baseline")
+        >>> trainer = Trainer(logger=logger, max_epochs=3)
+        >>> logger.name, logger.version
+        ('digits', None)
     """
 
     requires = "trackio>=0.30"

@@ -101,6 +101,14 @@ class WandbLogger:
 
     Raises:
         ConfigurationError: wandb is not installed.
+
+    Example:
+        >>> from trainer_kit import Trainer
+        >>> from trainer_kit.loggers import WandbLogger
+        >>> logger = WandbLogger(project="digits", offline=True, tags=["baseline"])
+        >>> trainer = Trainer(logger=logger, max_epochs=3)
+        >>> logger.name, logger.version
+        ('digits', None)
     """
 
     writes_alone: Final = True
@@ -176,7 +184,14 @@ class WandbLogger:
         return {"id": self.version}
 
     def load_state_dict(self, state: SavedState) -> None:
-        """Resume the run of ``state``, unless a run has begun here or was given."""
+        """Resume the run of ``state``, unless a run has begun here or an id was given.
+
+        Args:
+            state: what ``state_dict`` returned: ``{"id": the id of the run}``.
+
+        Raises:
+            ConfigurationError: the id has characters other than letters, digits, ``_``, ``.`` and ``-``.
+        """
         if self.version is None:
             # It becomes part of a file's name.
             if not re.fullmatch(r"[\w.\-]+", str(state["id"])):
@@ -300,11 +315,22 @@ class WandbLogger:
         log_freq: int = 100,
         log_graph: bool = True,
     ) -> None:
-        """Log histograms of gradients and parameters: ``wandb.Run.watch``."""
+        """Log histograms of gradients and parameters with ``wandb.Run.watch``.
+
+        Args:
+            model: the module whose parameters are watched.
+            log: ``"gradients"``, ``"parameters"`` or ``"all"``; None logs no histograms.
+            log_freq: batches between two histograms.
+            log_graph: log the structure of the model too.
+        """
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 
     def unwatch(self, model: torch.nn.Module) -> None:
-        """Undo ``watch``."""
+        """Remove the hooks of `watch`.
+
+        Args:
+            model: the module that was passed to `watch`.
+        """
         self.experiment.unwatch(model)
 
     def log_table(
@@ -315,7 +341,15 @@ class WandbLogger:
         dataframe: DataFrame | None = None,
         step: int | None = None,
     ) -> None:
-        """Log a table, from ``columns`` and ``data`` or from a data frame."""
+        """Log a table, from ``columns`` and ``data`` or from a data frame.
+
+        Args:
+            key: the name of the table.
+            columns: the names of the columns.
+            data: the rows, each with one value per column: numbers, text, or W&B's objects of media.
+            dataframe: a pandas data frame, in place of ``columns`` and ``data``, which are then ignored.
+            step: the optimizer step of the values; None logs none.
+        """
         import wandb
 
         table = wandb.Table(columns=columns, data=data, dataframe=dataframe)
@@ -329,7 +363,15 @@ class WandbLogger:
         dataframe: DataFrame | None = None,
         step: int | None = None,
     ) -> None:
-        """Log text, as a table."""
+        """Log text as a table; the same as `log_table`.
+
+        Args:
+            key: the name of the table.
+            columns: the names of the columns.
+            data: the rows, each with one value per column: numbers, text, or W&B's objects of media.
+            dataframe: a pandas data frame, in place of ``columns`` and ``data``, which are then ignored.
+            step: the optimizer step of the values; None logs none.
+        """
         self.log_table(key, columns, data, dataframe, step)
 
     def log_image(
@@ -339,7 +381,17 @@ class WandbLogger:
         step: int | None = None,
         **kwargs: Sequence[object],
     ) -> None:
-        """Log images: tensors, arrays, PIL images or paths; ``kwargs`` hold one value per image, e.g. ``caption``."""
+        """Log images.
+
+        Args:
+            key: the name of the images, which W&B shows together.
+            images: tensors, arrays, PIL images or paths of files.
+            step: the optimizer step of the values; None logs none.
+            kwargs: options of ``wandb.Image``, each a list with one value per image: ``caption=["cat", "dog"]``.
+
+        Raises:
+            ConfigurationError: an option has another number of values than there are images.
+        """
         self._log_media("Image", key, images, step, kwargs)
 
     def log_audio(
@@ -349,7 +401,17 @@ class WandbLogger:
         step: int | None = None,
         **kwargs: Sequence[object],
     ) -> None:
-        """Log sounds: arrays or paths; ``kwargs`` hold one value per sound, e.g. ``sample_rate``."""
+        """Log audio clips.
+
+        Args:
+            key: the name of the clips, which W&B shows together.
+            audios: arrays of samples, or paths of files.
+            step: the optimizer step of the values; None logs none.
+            kwargs: options of ``wandb.Audio``, each a list with one value per clip; arrays need ``sample_rate``, in Hz.
+
+        Raises:
+            ConfigurationError: an option has another number of values than there are clips.
+        """
         self._log_media("Audio", key, audios, step, kwargs)
 
     def log_video(
@@ -359,11 +421,30 @@ class WandbLogger:
         step: int | None = None,
         **kwargs: Sequence[object],
     ) -> None:
-        """Log videos: arrays or paths; ``kwargs`` hold one value per video, e.g. ``fps``."""
+        """Log videos.
+
+        Args:
+            key: the name of the videos, which W&B shows together.
+            videos: arrays of shape (frames, channels, height, width), or paths of files.
+            step: the optimizer step of the values; None logs none.
+            kwargs: options of ``wandb.Video``, each a list with one value per video; arrays need ``format``, such as
+                ``"mp4"``; ``fps`` is frames per second.
+
+        Raises:
+            ConfigurationError: an option has another number of values than there are videos.
+        """
         self._log_media("Video", key, videos, step, kwargs)
 
     def use_artifact(self, artifact: str, artifact_type: str | None = None) -> Any:
-        """Declare an artifact as an input of the run, and return it."""
+        """Declare an artifact as an input of the run.
+
+        Args:
+            artifact: its name with a version or an alias, such as ``"model:v3"`` or ``"entity/project/model:latest"``.
+            artifact_type: the type it must have; None for any.
+
+        Returns:
+            The ``wandb.Artifact``; its ``download()`` fetches the files.
+        """
         return self.experiment.use_artifact(artifact, type=artifact_type)
 
     def save(self) -> None:
