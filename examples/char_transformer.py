@@ -1,10 +1,10 @@
-"""A character-level transformer on the help texts that ship with Python, and a sample of what it writes.
+"""A character-level transformer on the help texts that ship with Python, and a sample of its output.
 
     python examples/char_transformer.py
     python examples/char_transformer.py --devices 2 --precision bf16-mixed --steps 500
 
 Each sample is one paragraph, padded to the longest of its batch. The loss is a mean over characters, so ``loss_weight``
-counts them: a step is the mean over all characters of all micro-batches and ranks, however they are padded.
+returns their number: the loss of a step is the mean over all characters of all micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NUMBER = {letter: number for number, letter in enumerate(LETTERS, start=PAD + 1)
 
 
 def collate(texts: list[str]) -> Tensor:
-    """Numbers of letters, shape (texts, characters), padded at the end."""
+    """Letter indices, shape (texts, characters), padded at the end."""
     rows = [
         torch.tensor([NUMBER[letter] for letter in text[:LONGEST]]) for text in texts
     ]
@@ -118,7 +118,7 @@ def main() -> None:
         max_steps=args.steps,
         val_check_interval=max(
             1, args.steps // 3
-        ),  # batches, counted over epoch borders:
+        ),  # in batches, counted across epochs:
         check_val_every_n_epoch=None,
         gradient_clip_val=1.0,
         log_every_n_steps=10,

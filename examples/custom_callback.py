@@ -2,9 +2,9 @@
 
     python examples/custom_callback.py
 
-A callback overrides the hooks it needs; the others cost nothing. It never controls the loop, it makes requests:
-``trainer.stop``, ``trainer.request_checkpoint``, ``trainer.request_validation``. Every checkpoint holds the result
-of ``state_dict``.
+A callback overrides the hooks it needs; the others cost nothing. It does not control the loop, but requests actions:
+``trainer.stop``, ``trainer.request_checkpoint``, ``trainer.request_validation``. Every checkpoint contains
+the result of ``state_dict``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class WeightAverage(tk.Callback):
     def on_fit_start(self, trainer: tk.Trainer, module: tk.TrainModule) -> None:
         if (
             not self.average
-        ):  # else it came from a checkpoint: that is restored before this hook
+        ):  # otherwise it was restored from a checkpoint, before this hook
             self.average = {
                 name: p.detach().clone() for name, p in module.named_parameters()
             }

@@ -31,7 +31,7 @@ class SQLiteLogger:
     def open(self) -> sqlite3.Connection:
         if (
             self.connection is None
-        ):  # opened for the first value, so an unused logger leaves no file
+        ):  # opened at the first value, so an unused logger creates no file
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.connection = sqlite3.connect(self.path)
             self.connection.execute(

@@ -9,8 +9,8 @@ The data comes with scikit-learn: 1797 images of 8x8 pixels; nothing is download
 # %% [markdown]
 # ## The data
 #
-# A `DataModule` is optional: it keeps the loaders of training, validation and test together. `setup` is called on every
-# process before the loaders are.
+# A `DataModule` is optional: it groups the training, validation and test loaders. `setup` is called on every process
+# before the loaders are created.
 
 # %%
 from __future__ import annotations
@@ -61,13 +61,13 @@ class Digits(tk.DataModule):
 # %% [markdown]
 # ## The module
 #
-# A `TrainModule` is an `nn.Module` with the step of one batch. *Why is there no `.cuda()`, `.to(device)`,
-# `.backward()`, `.step()`, `.train()` or `no_grad()`?* The Trainer does these, at the places where a hand-written loop
-# has them: batches and weights arrive on the device, `training_step` returns the loss, and validation runs in
-# evaluation mode without gradients. The same file runs on a CPU, on a GPU and on several.
+# A `TrainModule` is an `nn.Module` that also defines the training step for one batch. *Why is there no `.cuda()`,
+# `.to(device)`, `.backward()`, `.step()`, `.train()` or `no_grad()`?* The Trainer calls these where a hand-written loop
+# would: it moves batches and weights to the device, runs backward on the loss that `training_step` returns, and
+# validates in evaluation mode without gradients. The same file runs on a CPU, on one GPU and on several.
 #
-# *Why `self.log`?* It keeps the value on the device, averages it over the epoch with the weight of each batch and over
-# all processes, and hands it to the progress bar, to the loggers, and to the callbacks that watch it by its name.
+# *Why `self.log`?* It keeps the value on the device, averages it over the epoch (weighted by batch) and over all
+# processes, and passes it to the progress bar, to the loggers, and to the callbacks that monitor it by name.
 
 
 # %%
@@ -119,8 +119,8 @@ class ConvNet(tk.TrainModule):
 # ## Training and testing
 #
 # `EarlyStopping` ends the run when the validation loss stops falling; `ModelCheckpoint` keeps the checkpoint with the
-# best accuracy, which `test(ckpt_path="best")` loads. `global_batch_size` is the number of images of a step on any
-# number of processes, so `--devices 2` trains the same model.
+# best accuracy, which `test(ckpt_path="best")` loads. `global_batch_size` is the number of images per step over all
+# processes, so `--devices 2` trains the same model.
 
 
 # %%
@@ -170,14 +170,15 @@ if __name__ == "__main__":
 # %% [markdown]
 # ## What next?
 #
-# *Where are the curves?* In `report.html` in the run's directory, a page that needs no server ([the
-# report](../guide/report.md)); and for `tensorboard --logdir runs`. The accuracy on the test images is above 97 %.
+# *Where are the curves?* In `report.html` in the run directory, a page that needs no server ([the
+# report](../guide/report.md)), and in TensorBoard with `tensorboard --logdir runs`. The accuracy on the test images is
+# above 97 %.
 #
-# *How do I continue a run that was killed?* Add `resume="auto"` to the Trainer, and start the same command again
+# *How do I resume a run that was killed?* Add `resume="auto"` to the Trainer, and run the same command again
 # ([resuming](../guide/resuming.md)).
 #
-# *How do I use two GPUs?* `--devices 2`, or leave it at `"auto"`, which takes all there are
-# ([distributed training](../guide/distributed.md)).
+# *How do I use two GPUs?* Pass `--devices 2`, or keep the default `"auto"`, which uses all available GPUs ([distributed
+# training](../guide/distributed.md)).
 #
 # *How do I predict?* Add a `predict_step` to the module and call `trainer.predict(dataloaders=...)`
 # ([getting started](../guide/getting-started.md)).

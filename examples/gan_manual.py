@@ -1,15 +1,16 @@
-"""The GAN of ``gan_named.py`` in manual optimization: alternating steps, each on the newest weights of the other.
+"""The GAN of ``gan_named.py`` with manual optimization: alternating steps, each with the latest weights of the other.
 
     python examples/gan_manual.py
 
-``training_step`` decides when backward runs and who steps; ``manual_backward`` and the optimizers from
-``self.optimizers()`` go through the strategy and the precision, so 16-mixed and DDP work here too.
+``training_step`` decides when backward runs and which optimizer steps. ``manual_backward`` and the optimizers
+from ``self.optimizers()`` apply the strategy and the precision, so 16-mixed and DDP work here too.
 """
 
 # %% [markdown]
-# ## Alternating steps, by hand
+# ## Manual optimization: alternating steps
 #
-# Where the order matters, or one network takes more steps than the other, set `automatic_optimization = False`.
+# If the order of the steps matters, or one network takes more steps than the other, set
+# `automatic_optimization = False`.
 
 # %%
 from __future__ import annotations
@@ -78,7 +79,7 @@ if __name__ == "__main__":
     main()
 
 # %% [markdown]
-# *Which of the two should I take?* The named one, as long as each optimizer takes one step a batch. *Why
-# `self.manual_backward` and not `loss.backward()`?* It goes through the precision and the strategy: the loss is scaled
-# in `16-mixed`, and gradients are averaged over processes. *How do I see the curves?* `report.html` in the run's
-# directory has both losses.
+# *Which of the two should I use?* Named optimizers, if each optimizer takes one step per batch. *Why
+# `self.manual_backward` and not `loss.backward()`?* It applies the precision and the strategy: it scales the loss in
+# `16-mixed` and averages gradients over processes. *How do I see the curves?* `report.html` in the run directory shows
+# both losses.

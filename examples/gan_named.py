@@ -2,16 +2,16 @@
 
     python examples/gan_named.py
 
-It learns eight Gaussians on a ring. Each loss reaches only the parameters of its own optimizer, so nothing is detached,
-toggled or stepped by hand, and accumulation, clipping, 16-mixed and DDP work as with one optimizer. Both losses are of
-the same weights; ``gan_manual.py`` is the same GAN with alternating steps.
+It learns eight Gaussians on a ring. Each loss reaches only the parameters of its own optimizer, so you need no
+``detach()``, no toggling and no manual ``step()``. Gradient accumulation, clipping, 16-mixed and DDP work as with one
+optimizer. Both losses are computed with the same weights; ``gan_manual.py`` is the same GAN with alternating steps.
 """
 
 # %% [markdown]
 # ## Data, and two networks
 #
-# The points lie on a plane, so that one can see at a glance what a generator has learned: all of the eight centers, or
-# only some of them.
+# The points are two-dimensional, so you can see at a glance whether the generator covers all eight centers or only some
+# of them (mode collapse).
 
 # %%
 from __future__ import annotations

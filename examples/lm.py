@@ -1,4 +1,4 @@
-"""One language model on every engine: the same losses under every way of sharding.
+"""Train one language model with every strategy: the losses are the same however the model is sharded.
 
     python examples/lm.py
     python examples/lm.py --strategy fsdp --devices 2
@@ -11,13 +11,13 @@ defines how it can be sharded; ``--strategy`` selects the mesh axes.
 # %% [markdown]
 # ![Losses of one language model, once for each strategy: the curves coincide](../pictures/curves.svg)
 #
-# Each curve is a run of this script on a CPU, on one process to eight. XLA is not among them: it needs an environment
-# of its own, in which `make test-xla` trains.
+# Each curve is a run of this script on a CPU, with one to eight processes. XLA is not included: it needs a separate
+# environment, which `make test-xla` uses.
 #
 # ## Data and strategies
 #
-# The text is the documentation that every Python brings. A strategy is one word of the Trainer's; some combinations
-# have sizes and need an object.
+# The text is the documentation bundled with Python. Most strategies are one string; combinations with sizes need an
+# object.
 
 # %%
 from __future__ import annotations
@@ -50,8 +50,8 @@ STRATEGIES: dict[str, Any] = {
 # %% [markdown]
 # ## The model
 #
-# Plain PyTorch. It does not know that it may be divided, with one exception: the attention counts its heads from what
-# it is given, for under tensor parallel a rank has only some of them.
+# The model is plain PyTorch, and only one line takes sharding into account: the attention infers the number of heads
+# from its input, because under tensor parallelism each rank has only some of the heads.
 
 
 # %%
@@ -63,7 +63,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Heads are counted from what the layers hand over: under tensor parallel each rank has some of them.
+        # Infer the number of heads from the layers' output: under tensor parallelism each rank has only some of them.
         q, k, v = (
             layer(x).unflatten(-1, (-1, self.head)).transpose(1, 2)
             for layer in (self.q, self.k, self.v)
@@ -108,11 +108,11 @@ class Transformer(nn.Module):
 
 
 # %% [markdown]
-# ## The module, and how it may be divided
+# ## The module, and how to shard it
 #
-# `configure_parallel` says *how* the module can be split: which layers by columns and which by rows (tensor parallel),
-# that sequences may be cut (context parallel), and where its blocks are (pipeline). The strategy says *how much*.
-# Without this method, `ddp`, `fsdp` and DeepSpeed work all the same.
+# `configure_parallel` defines *how* the module can be sharded: which layers by columns and which by rows (tensor
+# parallel), that sequences can be split (context parallel), and where its blocks are (pipeline parallel). The strategy
+# defines the number of shards. `ddp`, `fsdp` and DeepSpeed work without this method.
 
 
 # %%
@@ -157,8 +157,8 @@ class LanguageModel(tk.TrainModule):
 # %% [markdown]
 # ## Training
 #
-# The losses are printed by a logger of two lines. A step is 32 texts on any number of processes: `global_batch_size=8`
-# in 4 micro-batches, so that a pipeline has something to fill its stages with.
+# A two-line logger prints the losses. A step has 32 texts on any number of processes: `global_batch_size=8` in 4
+# micro-batches, so that a pipeline can keep its stages busy.
 
 
 # %%
@@ -194,7 +194,7 @@ def main() -> None:
     numbers = torch.tensor([NUMBER[letter] for letter in TEXT])
     texts = numbers[: (len(numbers) - 1) // LENGTH * LENGTH]
     following = numbers[1 : len(texts) + 1]
-    # Places come with the data: a process that has a part of each text has its places, too.
+    # Positions are part of the batch: a process that gets a part of each text also gets its positions.
     places = torch.arange(LENGTH).expand(len(texts) // LENGTH, LENGTH)
     data = TensorDataset(texts.view(-1, LENGTH), places, following.view(-1, LENGTH))
     trainer = tk.Trainer(
@@ -219,11 +219,11 @@ if __name__ == "__main__":
     main()
 
 # %% [markdown]
-# *Which strategy should I take?* `ddp` as long as the model, its gradients and the state of its optimizer fit into one
-# device, `fsdp` when they do not; the others when a single layer or the batch becomes too large ([all of
-# them](../guide/distributed.md#strategies)). `trainer.explain(module)` shows what each rank would hold and send.
+# *Which strategy should I use?* `ddp` if the model, its gradients and its optimizer state fit on one device, `fsdp` if
+# they do not; the others if a single layer or the batch is too large ([all of
+# them](../guide/distributed.md#strategies)). `trainer.explain(module)` shows the memory and communication of each rank.
 #
-# *Can I change it during a training?* Yes: the checkpoints of each strategy load under every other one, on any number
+# *Can I change the strategy mid-run?* Yes: checkpoints of each strategy load under every other strategy, on any number
 # of processes.
 #
 # *Why are the losses equal?* Samples, weights and random numbers do not depend on the number of processes

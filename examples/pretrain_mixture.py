@@ -1,10 +1,10 @@
-"""Pretrain a small language model on a mixture of two packed streams; kill it at any moment and start it again.
+"""Pretrain a small language model on a mixture of two packed streams; resume it after a kill.
 
     python examples/pretrain_mixture.py
     python examples/pretrain_mixture.py --devices 2
 
-``--kill-at 12`` kills the process in step 12, as a machine that fails does. The next start continues from the last
-checkpoint with the next row of the same order, on one device or two.
+``--kill-at 12`` kills the process in step 12, like a machine failure. The next start resumes from the last checkpoint
+with the next row of the same data order, on one device or two.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOKENS = 64
 
 
 class Documents(IterableDataset[list[int]]):
-    """A stream without a state: token ids that count in a step of their own, or repeat a pattern."""
+    """A stateless stream of token ids: each document counts upwards with its own stride, or repeats a pattern."""
 
     def __init__(self, kind: str, count: int) -> None:
         self.kind = kind
@@ -40,7 +40,7 @@ class Documents(IterableDataset[list[int]]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        # A generator of its own: the order is a function of the epoch, and a resume reads the same documents.
+        # Use a separate generator: the order depends only on the epoch, so a resumed run reads the same documents.
         draw = random.Random(f"{self.kind} {self.epoch}")
         for _ in range(self.count):
             length = draw.randint(4, 40)
@@ -98,7 +98,7 @@ class LanguageModel(tk.TrainModule):
         return loss
 
     def loss_weight(self, batch: dict[str, Tensor]) -> Tensor:
-        """A step is the mean over its tokens, on any number of devices."""
+        """The number of tokens: the loss of a step is the mean over tokens, on any number of devices."""
         return (batch["labels"] != -100).sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -131,7 +131,7 @@ def main(arguments: list[str] | None = None) -> None:
         accelerator="cpu",
         devices=options.devices,
         precision=options.precision,
-        # The rows of a step do not depend on the number of devices.
+        # The number of rows per step does not depend on the number of devices.
         global_batch_size=8,
         resume="auto",
         default_root_dir=options.root,

@@ -1,18 +1,20 @@
-"""QLoRA: a small transformer learns letters, its weights become 4 bits each, and adapters teach it capitals.
+"""QLoRA: train a small transformer, quantize it to 4 bits per weight, and fine-tune it on capitals with adapters.
 
     python examples/qlora.py
     python examples/qlora.py --precision int8 --steps 400
 
 It needs `pip install bitsandbytes`. On two CPU cores it takes one to two minutes.
-The base is trained in float32. For tuning it is frozen and gets adapters; the precision quantizes what is frozen.
+The base model is trained in float32. For fine-tuning it is frozen and gets adapters; the precision quantizes the frozen
+weights.
 Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, NeurIPS 2023.
 """
 
 # %% [markdown]
 # ## The model
 #
-# The base learns a text of the Python documentation, letter by letter. `Adapted` adds two small matrices to a layer.
-# While tuning, only these learn; everything else is frozen, and the precision `nf4` keeps it in 4 bits a weight.
+# The base model learns a text of the Python documentation, letter by letter. `Adapted` adds two small matrices to a
+# layer. During fine-tuning only these are trained; everything else is frozen, and the precision `nf4` stores it in 4
+# bits per weight.
 
 # %%
 from __future__ import annotations
@@ -76,8 +78,9 @@ class Block(nn.Module):
 # %% [markdown]
 # ## The module
 #
-# `rank=0` is the base: all weights learn. `rank=8` freezes the base and adds adapters to every block. The optimizer is
-# given only what learns; `tk.optimizer("adamw8bit", ...)` keeps its state in 8 bits.
+# With `rank=0` the module is the base model, and all weights are trained. `rank=8` freezes the base and adds adapters
+# to every block. The optimizer gets only the trainable parameters; `tk.optimizer("adamw8bit", ...)` stores its state in
+# 8 bits.
 
 
 # %%
@@ -115,10 +118,10 @@ class Language(tk.TrainModule):
 
 
 # %% [markdown]
-# ## Training the base, then the adapters
+# ## Train the base model, then the adapters
 #
-# The text of the second training is in capitals: the base has hardly seen any, so its loss on them is high. The last
-# lines of the output show the loss before and after tuning, and how many bits a frozen weight takes.
+# The fine-tuning text is in capitals, which are rare in the base model's text, so its loss on them is high. The last
+# lines of the output show the loss before and after fine-tuning, and the bits per frozen weight.
 
 
 # %%
@@ -172,10 +175,10 @@ if __name__ == "__main__":
     main()
 
 # %% [markdown]
-# *Does it work with a model of Hugging Face?* Yes: `precision="nf4"` quantizes the frozen `nn.Linear` layers of any
-# module, and `peft.get_peft_model` may take the place of `Adapted` ([precision](../guide/precision.md)). *Which
-# precisions are there?* `nf4`, `nf4-dq`, `fp4`, `fp4-dq` and `int8`, here by bitsandbytes, on a CPU too.
+# *Does it work with a Hugging Face model?* Yes: `precision="nf4"` quantizes the frozen `nn.Linear` layers of any
+# module, and `peft.get_peft_model` can replace `Adapted` ([precision](../guide/precision.md)). *Which precisions are
+# available?* `nf4`, `nf4-dq`, `fp4`, `fp4-dq` and `int8`, here with bitsandbytes, on a CPU too.
 #
-# *What is in a checkpoint?* The adapters, and the quantized base bit for bit. *How do I train on two GPUs?*
-# `devices=2`; if the base does not fit into one, `strategy="fsdp"` with `torch.optim.AdamW`: 8-bit optimizers need
-# whole parameters.
+# *What is in a checkpoint?* The adapters, and the quantized base bit for bit. *How do I train on two GPUs?* Use
+# `devices=2`. If the base does not fit on one GPU, use `strategy="fsdp"` with `torch.optim.AdamW`: 8-bit optimizers
+# need unsharded parameters.

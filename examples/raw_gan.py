@@ -1,9 +1,9 @@
-"""A GAN in a handwritten loop: two models, two optimizers, alternating steps.
+"""A GAN in a custom training loop: two models, two optimizers, alternating steps.
 
     python examples/raw_gan.py
     torchrun --nproc-per-node 2 examples/raw_gan.py --batch-size 32
 
-The GAN of ``gan_named.py`` and ``gan_manual.py`` once more, without a module or a Trainer. On two processes each sees
+This is the GAN of ``gan_named.py`` and ``gan_manual.py`` without a module or a Trainer. On two processes, each gets
 half of every batch, and both train the same two models.
 """
 
@@ -57,7 +57,7 @@ def main() -> None:
     )
     tk.set_seed(
         2, device_specific=True
-    )  # from here on each process draws different noise
+    )  # each process draws different noise from here on
 
     def fake(real: Tensor) -> Tensor:
         return generator(torch.randn(len(real), NOISE, device=accelerator.device))

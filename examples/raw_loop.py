@@ -1,10 +1,10 @@
-"""A handwritten loop: handwritten digits, with accumulation, clipping, evaluation, and states to resume from.
+"""A custom training loop: handwritten digits, with gradient accumulation, clipping, evaluation and resuming.
 
     python examples/raw_loop.py
     torchrun --nproc-per-node 2 examples/raw_loop.py --batch-size 16
     python examples/raw_loop.py --resume                    continues from the newest saved state
 
-The loop is plain PyTorch except for the lines with ``accelerator``; on one process and on two it trains the same.
+The loop is plain PyTorch except for the lines with ``accelerator``; it trains the same model on one process and on two.
 """
 
 from __future__ import annotations

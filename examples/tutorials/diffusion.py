@@ -1,4 +1,4 @@
-"""Draw handwritten digits with a diffusion model, and look at what it draws.
+"""Train a diffusion model that generates handwritten digits, and check its samples.
 
     python examples/tutorials/diffusion.py
 
@@ -10,10 +10,10 @@ It needs `pip install scikit-learn matplotlib`. On two CPU cores it takes about 
 # %% [markdown]
 # ## The idea
 #
-# Noise is added to an image in 100 small steps until nothing is left of it. A network learns to find the noise that was
-# added. To draw, begin with noise alone and take away, step by step, what the network finds. The digit is an input of
-# the network as well, so that one can be asked for.
-# Source: Ho, Jain and Abbeel, Denoising Diffusion Probabilistic Models, NeurIPS 2020.
+# Noise is added to an image in 100 small steps until only noise is left. A network learns to predict the added noise.
+# To generate an image, start from pure noise and remove the predicted noise step by step. The digit is also an input of
+# the network, so you can choose which digit to generate. Source: Ho, Jain and Abbeel, Denoising Diffusion Probabilistic
+# Models, NeurIPS 2020.
 
 # %%
 from __future__ import annotations
@@ -46,8 +46,8 @@ train, val = random_split(
 # %% [markdown]
 # ## The network
 #
-# 64 pixels are few enough for a residual network of linear layers; the step and the digit scale and shift each block.
-# For larger images put a UNet here: nothing below depends on it.
+# With only 64 pixels, a residual network of linear layers is enough; the step and the digit scale and shift each block.
+# For larger images, use a U-Net instead: the rest of the script does not depend on the network.
 
 
 # %%
@@ -82,12 +82,12 @@ class Denoiser(nn.Module):
 # %% [markdown]
 # ## The module
 #
-# `kept` is how much of the image is left after each step. It is a buffer: the Trainer moves it to the device with the
-# weights, so `training_step` needs no `.cuda()`. Random numbers are drawn on the device with `randn_like` and
-# `device=`, and a resumed run continues with the same ones.
+# `kept` is the fraction of the image that remains after each step. It is a buffer, so the Trainer moves it to the
+# device with the weights, and `training_step` needs no `.cuda()`. Random numbers are drawn on the device with
+# `randn_like` and `device=`; a resumed run continues the same sequence.
 #
-# Validation draws noise too. The Trainer restores the state of the random generators after it, so a run that validates
-# trains exactly like one that does not.
+# Validation draws noise too. The Trainer restores the random number generators afterwards, so validation does not
+# change training.
 
 
 # %%
@@ -145,12 +145,12 @@ class Diffusion(tk.TrainModule):
 # %% [markdown]
 # ## Training, with averaged weights
 #
-# Diffusion models are used with an exponential moving average of their weights. `EMAWeightAveraging` keeps it: the
-# training steps see the trained weights, validation and checkpoints the average, and after `fit` the module has the
+# Diffusion models are used with an exponential moving average of their weights. `EMAWeightAveraging` computes it:
+# training steps use the trained weights, validation and checkpoints use the average, and after `fit` the module has the
 # average ([more](../guide/weight-averaging.md)).
 #
-# *How long will it take, and where does the time go?* The last lines of the output say so; `trainer.explain(module)`
-# shows the composed run before it begins.
+# *How long will it take, and where does the time go?* The last lines of the output show it; `trainer.explain(module)`
+# describes the run before it starts.
 
 # %%
 tk.seed_everything(0)
@@ -170,8 +170,8 @@ trainer.fit(
 # %% [markdown]
 # ## Does it draw digits?
 #
-# A loss of noise says little about pictures. A classifier that learned from the real images says whether it recognizes
-# the digit that was asked for.
+# The noise prediction loss says little about image quality. A classifier trained on the real images measures how often
+# it recognizes the requested digit.
 
 # %%
 asked = torch.arange(10).repeat_interleave(20)
@@ -188,6 +188,5 @@ matplotlib.image.imsave(
 trainer.print(f"pictures: diffusion.png, curves: {trainer.log_dir}/report.html")
 
 # %% [markdown]
-# *How do I continue a run that was interrupted?* Add `resume="auto"` to the Trainer, and start the same command
-# again: weights, averages, optimizer, random numbers and the order of the images continue
-# ([resuming](../guide/resuming.md)).
+# *How do I resume an interrupted run?* Add `resume="auto"` to the Trainer, and run the same command again: weights,
+# averages, optimizer, random number generators and data order are restored ([resuming](../guide/resuming.md)).

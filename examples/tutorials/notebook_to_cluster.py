@@ -2,8 +2,8 @@
 
     python examples/tutorials/notebook_to_cluster.py
 
-It needs `pip install scikit-learn`. This file is a notebook as well: editors such as VS Code and PyCharm run its cells,
-`jupytext --to ipynb` converts it.
+It needs `pip install scikit-learn`. This file is also a notebook: editors such as VS Code and PyCharm run its cells,
+and `jupytext --to ipynb` converts it.
 """
 
 # %% [markdown]
@@ -67,11 +67,11 @@ tk.Trainer(fast_dev_run=True, enable_progress_bar=False).fit(Net(), *loaders)
 # %% [markdown]
 # A notebook has no command line, so the options have defaults; `parse_known_args` ignores what Jupyter adds.
 #
-# `global_batch_size=64` is the number of samples of one step over *all* processes: the steps stay the same on one
-# process, on two, or on sixteen, and so do the curves, but for rounding and for what dropout draws. With `batch_size`
-# alone, each process would take 64.
+# `global_batch_size=64` is the number of samples per step over *all* processes. The steps and the curves are the same
+# on one process, two, or sixteen, except for rounding and dropout's random numbers. With `batch_size` alone, each
+# process would take 64.
 #
-# `resume="auto"` costs nothing now, and matters below.
+# `resume="auto"` has no effect yet; it is used below.
 
 # %%
 parser = argparse.ArgumentParser()
@@ -103,48 +103,49 @@ trainer.print(f"curves: {trainer.log_dir}/report.html")
 
 # %% [markdown]
 # *How do I use two GPUs in the notebook?* `Trainer(devices=2, strategy="ddp_notebook")` forks two processes; weights
-# and metrics come back into the notebook. On a machine without GPUs it uses two CPU processes.
+# and metrics are returned to the notebook. On a machine without GPUs it uses two CPU processes.
 #
 # ## On two processes
 #
-# Save the notebook as a script, and start it. Each line trains the same model on the same samples in each step:
+# Save the notebook as a script and run it. Each of these commands trains the same model on the same samples in each
+# step:
 #
 # ```bash
-# python notebook_to_cluster.py --devices 2                       # the script starts its processes itself
+# python notebook_to_cluster.py --devices 2                       # the script launches its own processes
 # torchrun --nproc-per-node 2 notebook_to_cluster.py              # torch's launcher
 # trainer-kit launch --num_processes 2 notebook_to_cluster.py     # ours; it reads Accelerate's configuration files
 # ```
 #
-# Every process runs the whole script. So `trainer.print` prints once, `print` prints twice, and a file is written where
-# `trainer.is_global_zero`. The processes divide each batch of 64, and each sample of the validation data counts once.
+# Every process runs the whole script. So `trainer.print` prints once, `print` prints twice, and files should be written
+# only if `trainer.is_global_zero`. The processes split each batch of 64, and each validation sample counts once.
 #
-# *What will it do?* `print(trainer.explain(module, loaders[0]))` lists the processes, the batch of each, the memory of
-# a rank, and which hooks run.
+# *How do I check the setup?* `print(trainer.explain(module, loaders[0]))` lists the processes, the batch size of each,
+# the memory per rank, and which hooks run.
 #
-# ## After a crash
+# ## Resume after a crash
 #
-# Kill it, with Ctrl-C or with `kill -9`, and start the same line again. `resume="auto"` finds the unfinished run of
+# Kill the run with Ctrl-C or `kill -9`, and run the same command again. `resume="auto"` finds the unfinished run of
 # this script, continues from its newest complete checkpoint, and ends with the weights of a run that was never killed:
 #
 # ```
 # resuming from step 120 (verified) of run /data/runs/trainer_kit_logs/version_0
 # ```
 #
-# The number of processes may be another one than before.
+# The number of processes may differ from the first run.
 #
 # ## On a cluster
 #
-# `examples/slurm.sbatch` is a job for SLURM on two machines with two processes each. It
-# starts any script of a Trainer:
+# `examples/slurm.sbatch` is a job for SLURM on two machines with two processes each. It starts any script that uses a
+# Trainer:
 #
 # ```bash
 # sbatch examples/slurm.sbatch notebook_to_cluster.py --root /scratch/me/runs
 # ```
 #
-# Nothing in the script names SLURM: `srun` starts one task for each process, and the Trainer finds their number and
-# their addresses in the environment. Two minutes before the time limit SLURM sends SIGUSR1; the Trainer saves a
-# checkpoint, asks SLURM to run the job again, and the second start resumes. The directory of the runs must be on a file
-# system that all machines see, or a URL such as `s3://bucket/runs`.
+# The script contains nothing specific to SLURM: `srun` starts one task per process, and the Trainer reads their number
+# and addresses from the environment. Two minutes before the time limit, SLURM sends SIGUSR1. The Trainer saves a
+# checkpoint and requeues the job, which then resumes. The run directory must be on a file system shared by all
+# machines, or a URL such as `s3://bucket/runs`.
 #
 # With `torchrun` instead, on each machine:
 #
@@ -154,6 +155,6 @@ trainer.print(f"curves: {trainer.log_dir}/report.html")
 #
 # ## When the model no longer fits
 #
-# `--strategy fsdp` divides weights, gradients and optimizer state over the processes; the module, the loaders and the
-# checkpoints stay as they are ([more](../guide/distributed.md#fsdp)). The
-# [language model](lm.md) does the same with tensor and pipeline parallelism.
+# `--strategy fsdp` shards weights, gradients and optimizer state over the processes; the module, the loaders and the
+# checkpoints do not change ([more](../guide/distributed.md#fsdp)). The [language model](lm.md) does the same with
+# tensor and pipeline parallelism.

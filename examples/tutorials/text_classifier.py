@@ -1,4 +1,4 @@
-"""Classify the sentiment of short reviews with a BERT that is built here: no download, no network.
+"""Classify the sentiment of short reviews with a small BERT built from scratch, without downloads or network access.
 
     python examples/tutorials/text_classifier.py
 
@@ -8,9 +8,10 @@ It needs `pip install transformers scikit-learn`. On two CPU cores it takes abou
 # %% [markdown]
 # ## The data
 #
-# The reviews come from templates. Every word of the second half of a sentence can be negated, so that no single word
-# decides: *"the plot was not dull"* is positive, *"the plot was not moving"* is negative. The nouns of the test set do
-# not occur in the training set with the adjectives they have there: the model has to learn the grammar, not the list.
+# The reviews are generated from templates. Every word in the second half of a sentence can be negated, so no single
+# word determines the label: *"the plot was not dull"* is positive, *"the plot was not moving"* is negative. The
+# noun-adjective pairs of the test set do not occur in the training set: the model has to learn the grammar, not
+# memorize pairs.
 
 # %%
 from __future__ import annotations
@@ -104,8 +105,8 @@ print(
 # %% [markdown]
 # ## The tokenizer
 #
-# A word-level tokenizer is enough for this vocabulary. One for real text is trained in the same way, with `models.BPE`,
-# or comes with the weights: `AutoTokenizer.from_pretrained(...)`.
+# A word-level tokenizer is enough for this vocabulary. For real text, train one in the same way with `models.BPE`, or
+# load the one that belongs to the weights: `AutoTokenizer.from_pretrained(...)`.
 
 # %%
 words = Tokenizer(models.WordLevel(unk_token="[UNK]"))
@@ -137,17 +138,17 @@ def loader(part: list[tuple[str, int]], shuffle: bool = False) -> DataLoader:
 
 
 # %% [markdown]
-# The batches are dicts. The Trainer moves any nest of dicts, lists and tuples to the device, so nothing here calls
+# The batches are dicts. The Trainer moves nested dicts, lists and tuples to the device, so nothing here calls
 # `.to(device)` or `.cuda()`: the same file runs on a GPU.
 #
 # ## The module
 #
-# A Hugging Face model computes its own loss when the batch has `labels`. `configure_optimizers` leaves biases and
-# norms without weight decay, as is usual for BERT.
+# A Hugging Face model computes its own loss when the batch has `labels`. `configure_optimizers` applies no weight decay
+# to biases and norms, as is usual for BERT.
 #
-# *Why `self.log` and not `print`?* The value stays on the device until it is needed, is averaged over the epoch with
-# each batch counting as many reviews as it has, and over all processes; then it goes to the loggers, to the progress
-# bar and to `trainer.callback_metrics`, where `EarlyStopping` and `ModelCheckpoint` find it.
+# *Why `self.log` and not `print`?* The value stays on the device until it is needed. It is averaged over the epoch,
+# weighted by batch size, and over all processes. Then it is sent to the loggers, to the progress bar and to
+# `trainer.callback_metrics`, where `EarlyStopping` and `ModelCheckpoint` read it.
 
 
 # %%
@@ -210,7 +211,7 @@ class Classifier(tk.TrainModule):
 # ## Training
 #
 # `ModelCheckpoint` keeps the checkpoint with the best validation accuracy, and `EarlyStopping` ends the run when the
-# validation loss has stopped falling. `gradient_clip_val` clips the norm of the gradient before each step.
+# validation loss stops falling. `gradient_clip_val` clips the gradient norm before each step.
 
 # %%
 tk.seed_everything(0)
@@ -227,8 +228,8 @@ trainer = tk.Trainer(
 trainer.fit(Classifier(), loader(train, shuffle=True), loader(val))
 
 # %% [markdown]
-# *How do I see the curves?* Open `report.html` in the run's directory: it is one file with every logged value. The
-# same values are there for TensorBoard.
+# *How do I see the curves?* Open `report.html` in the run directory: it is one file with every logged value.
+# TensorBoard files are there too.
 
 # %%
 trainer.print(
@@ -253,9 +254,9 @@ trainer.print(
 )
 
 # %% [markdown]
-# ## Using it
+# ## Prediction
 #
-# `predict` returns what `predict_step` returned, in the order of the data, on any number of processes.
+# `predict` returns the outputs of `predict_step` in dataset order, on any number of processes.
 
 # %%
 sentences = [
@@ -270,10 +271,10 @@ for text, probability in zip(sentences, probabilities, strict=True):
     trainer.print(f"{probability:5.3f}  {text}")
 
 # %% [markdown]
-# The weights are Hugging Face's: `module.bert.save_pretrained("directory")` writes them for
+# The weights are in Hugging Face format: `module.bert.save_pretrained("directory")` writes them for
 # `BertForSequenceClassification.from_pretrained("directory")`.
 #
-# *How do I train a larger one?* Replace `BertForSequenceClassification(config)` by `.from_pretrained(...)`, and add
-# `precision="bf16-mixed"` and `devices=2` to the Trainer. For a model that does not fit into one device, add
-# `strategy="fsdp"`; nothing else in this file changes. For a classifier on frozen weights, use
-# `BackboneFinetuning` ([callbacks](../guide/callbacks.md)) or [adapters](qlora.md).
+# *How do I train a larger model?* Replace `BertForSequenceClassification(config)` with `.from_pretrained(...)`, and add
+# `precision="bf16-mixed"` and `devices=2` to the Trainer. For a model that does not fit on one device, add
+# `strategy="fsdp"`; nothing else in this file changes. For a classifier on a frozen backbone, use `BackboneFinetuning`
+# ([callbacks](../guide/callbacks.md)) or [adapters](qlora.md).

@@ -1,4 +1,4 @@
-"""Forecast the next day of hourly series, and compare with the forecast that costs nothing.
+"""Forecast the next day of hourly time series, and compare with a naive baseline.
 
     python examples/tutorials/time_series.py
 
@@ -11,8 +11,8 @@ It needs `pip install matplotlib` for the picture. On two CPU cores it takes abo
 # %% [markdown]
 # ## The data
 #
-# Twelve sites with a daily and a weekly pattern, a drifting level and noise, as electricity meters have. Ten sites are
-# for training, and two are never seen in training. The last four weeks of all of them are for testing.
+# The data simulates electricity meters at twelve sites, with daily and weekly patterns, a drifting level and noise. Ten
+# sites are used for training; two are held out. The last four weeks of all sites are used for testing.
 
 # %%
 from __future__ import annotations
@@ -62,8 +62,8 @@ validation_from, test_from = (WEEKS - 6) * WEEK, (WEEKS - 4) * WEEK
 # %% [markdown]
 # ## Windows
 #
-# A sample is a week of history and the day after it. Windows of training begin anywhere; those of validation and test
-# begin once a day, and their *targets* lie in their own part of time: no future value gets into training.
+# A sample is a week of history and the following day. Training windows start at any hour. Validation and test windows
+# start once a day, and their *targets* lie in their own time range, so no future value leaks into training.
 
 
 # %%
@@ -107,11 +107,11 @@ class Sites(tk.DataModule):
 # %% [markdown]
 # ## The module
 #
-# The network sees each window without its own level, and adds its answer to the naive forecast: *the same hours of last
-# week*. So it begins as good as the naive forecast, and learns what to change.
+# The level of each window is subtracted from the input, and the network's output is added to the naive forecast: *the
+# same hours of last week*. So the network starts as good as the naive forecast and learns a correction.
 #
-# With several validation loaders, `validation_step` is also given the number of the loader. Each has its own values:
-# names of your own with `add_dataloader_idx=False`, or `val_mae/dataloader_idx_0` and so on.
+# With several validation loaders, `validation_step` also receives the index of the loader. Each loader's metrics are
+# logged separately: as `val_mae/dataloader_idx_0` and so on, or under your own names with `add_dataloader_idx=False`.
 
 
 # %%
@@ -174,10 +174,10 @@ class Forecast(tk.TrainModule):
 
 
 # %% [markdown]
-# ## Training until it no longer helps
+# ## Training with early stopping
 #
-# The learning rate falls when the unseen sites stop improving, and the run ends when that has not helped for four
-# epochs. The last weights are then four epochs past the best; `ModelCheckpoint` has kept those.
+# The learning rate is reduced when the held-out sites stop improving, and the run ends after four epochs without
+# improvement. The last weights are then four epochs past the best ones, which `ModelCheckpoint` has saved.
 
 # %%
 tk.seed_everything(0)
@@ -194,9 +194,9 @@ data = Sites()
 trainer.fit(Forecast(), datamodule=data)
 
 # %% [markdown]
-# ## Better than nothing?
+# ## Compare with the naive baseline
 #
-# A forecast is worth its cost only if it is better than the naive one. `test` loads the best checkpoint.
+# A model is useful only if it beats the naive forecast. `test` loads the best checkpoint.
 
 # %%
 (results,) = trainer.test(datamodule=data, verbose=False)
@@ -205,7 +205,7 @@ trainer.print(
 )
 
 # %% [markdown]
-# `predict` returns forecasts in the order of the data; here those of one of the unseen sites.
+# `predict` returns forecasts in dataset order; here, for one of the held-out sites.
 
 # %%
 days = Windows(values[11:], test_from, test_from + 4 * DAY, every=DAY)
@@ -230,8 +230,8 @@ figure.savefig("forecast.png", dpi=80)
 trainer.print(f"picture: forecast.png, curves: {trainer.log_dir}/report.html")
 
 # %% [markdown]
-# *Why is `val_mae` averaged correctly although the last batch is smaller?* `self.log` weighs each batch by its number
-# of samples, and sums over all processes ([logging](../guide/logging.md)).
+# *Is `val_mae` correct although the last batch is smaller?* Yes: `self.log` weights each batch by its number of
+# samples, and reduces over all processes ([logging](../guide/logging.md)).
 #
 # *How often should I validate?* Once an epoch is the default; `val_check_interval="200ba"` validates every 200 batches,
 # and `"10min"` every ten minutes ([units](../guide/units.md)).

@@ -2,15 +2,16 @@
 
     python examples/tutorials/transfer_learning.py
 
-The data comes with scikit-learn: images of handwritten digits. The network learns from clean scans, and then has to
-read noisy photographs, of which four of each digit are labeled. Nothing is downloaded; it takes some seconds.
+The data comes with scikit-learn: images of handwritten digits. The network is trained on clean scans, and
+then has to read noisy photographs, with four labeled images per digit. Nothing is downloaded; the script takes a few
+seconds.
 """
 
 # %% [markdown]
 # ## Two tasks
 #
-# The first has 900 labeled images, as ImageNet has a million. The second has forty; its images have half of the
-# contrast, and noise. The images of one task are not in the other.
+# The first task has 900 labeled images and plays the role of ImageNet. The second has forty; its images have half the
+# contrast, and noise. No image is used in both tasks.
 
 # %%
 from __future__ import annotations
@@ -45,11 +46,12 @@ rest = torch.cat([place[LABELED:] for place in places])
 # %% [markdown]
 # ## The module
 #
-# The part that is kept has the name `backbone`, which the callback below looks for; `head` is new for each task. With
-# torchvision a backbone is two lines: `backbone = torchvision.models.resnet18(weights="DEFAULT")`, and
-# `backbone.fc = nn.Identity()`, which leaves 512 features for the head.
+# The reused part is named `backbone`, which the callback below looks for; `head` is new for each task. With torchvision
+# a backbone takes two lines: `backbone = torchvision.models.resnet18(weights="DEFAULT")`, and `backbone.fc =
+# nn.Identity()`, which leaves 512 features for the head.
 #
-# The optimizer gets what is trained now: the callback adds the backbone's parameters when it unfreezes them.
+# The optimizer gets only the parameters that require gradients; the callback adds the backbone's parameters when it
+# unfreezes them.
 
 
 # %%
@@ -88,7 +90,7 @@ class Classifier(tk.TrainModule):
 # %% [markdown]
 # ## The first task
 #
-# In your project this is the file of weights that you download.
+# In your project, pretrained weights that you download replace this step.
 
 # %%
 tk.seed_everything(0)
@@ -102,9 +104,9 @@ pretrained = {name: value.clone() for name, value in backbone.state_dict().items
 # %% [markdown]
 # ## The second task, three times
 #
-# From scratch; with a frozen backbone, where only the head is trained; and with a backbone that is frozen for 20 epochs
-# and then trained with a twentieth of the head's learning rate. The head is trained first because its random weights
-# send large gradients into the backbone, and undo what it has learned.
+# The three runs are: training from scratch; a frozen backbone, where only the head is trained; and a backbone that is
+# frozen for 20 epochs and then trained with a twentieth of the head's learning rate. The head is trained first because
+# its random weights would send large gradients into the backbone and destroy the pretrained features.
 
 
 # %%
@@ -143,6 +145,6 @@ for name, accuracy in results.items():
     print(f"{name}: accuracy {accuracy:.3f} on {len(rest)} images")
 
 # %% [markdown]
-# On your data, choose by validation: with few labels a frozen backbone is hard to beat, with more labels fine-tuning is
-# better. Where the tasks have little in common, starting from scratch can be better than both. `LayerWiseUnfreezing`
-# trains one named part after the other ([freeze layers](../howto/freeze-layers.md)).
+# On your data, choose by validation score: with few labels a frozen backbone is hard to beat; with more labels
+# fine-tuning is better. If the tasks have little in common, training from scratch can be better than both.
+# `LayerWiseUnfreezing` trains one named part after the other ([freeze layers](../howto/freeze-layers.md)).
