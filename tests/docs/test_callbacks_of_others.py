@@ -12,7 +12,7 @@ from trainer_kit import callbacks
 GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "callbacks.md").read_text(
     encoding="utf-8"
 )
-SECTION = GUIDE.partition("## What others have")[2]
+SECTION = GUIDE.partition("## Equivalents of Lightning")[2]
 # `__all__` of lightning.pytorch.callbacks 2.6.6, of composer.callbacks and composer.algorithms 0.32.1, and the
 # subclasses of TrainerCallback in transformers 5.23.0.
 LIGHTNING = """
