@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from trainer_kit import Callback, Trainer
 from trainer_kit.callbacks import ModelCheckpoint
+from trainer_kit.checkpoint.store import checkpoints
 from trainer_kit.core.errors import RankError
 from trainer_kit.testing import TinyModule
 
@@ -144,6 +145,8 @@ def test_ranks_stop_together_when_a_signal_arrives_after_the_agreement(tmp_path)
     steps = trainer.strategy.world.agree([trainer.global_step])
     assert steps[0] == steps[1]
     assert steps[0][0] > 25
+    newest = checkpoints(trainer.checkpoint_callback.dirpath)[-1]
+    assert newest.step == trainer.global_step
 
 
 @pytest.mark.world_size(2)

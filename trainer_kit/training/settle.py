@@ -677,6 +677,8 @@ class Settler:
         began = time.monotonic()
         # Saved as the last one: the process ends, so nothing may be left to a thread.
         run.requests.ask_checkpoint(signal_name, None)
+        # Every rank requests it here: the ranks have agreed on the signal.
+        self._agreed_save = True
         is_saved = self.save_requested(last=True)
         seconds = time.monotonic() - began
         outcome = f"step {run.progress.step} could not be saved"
