@@ -136,11 +136,12 @@ def described() -> set[tuple[str, str]]:
     arguments = set()
     for page, name in REFERENCE["directives"]():
         cls = REFERENCE["resolve"](name)
-        if not inspect.isclass(cls):
+        # Another name of a class or method is shown as such, without arguments.
+        if not inspect.isclass(cls) or cls.__name__ != name.rpartition(".")[2]:
             continue
         for member in shown_methods(cls, members_of(page, name)):
             method = getattr(cls, member)
-            if method.__doc__ is not None:
+            if method.__doc__ is not None and method.__name__ == member:
                 names = {*parameters(method)} & described_arguments(cls, member)
                 arguments |= {(f"{name}.{member}", argument) for argument in names}
     return arguments

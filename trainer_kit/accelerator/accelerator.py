@@ -192,9 +192,11 @@ class Accelerator:
             half an hour outside steps; False: only report processes that wait. ``TRAINER_KIT_HANG_TIMEOUT`` sets the
             default.
         debug: every process prints its configuration, and collectives first compare shapes; ``TRAINER_KIT_DEBUG=1``.
+        **unknown: not accepted.
 
     Raises:
         ConfigurationError: an argument is invalid, or does not work with the others or on this machine.
+        TypeError: an argument is unknown; the message suggests a name.
 
     Example:
         >>> from torch import nn
@@ -390,7 +392,12 @@ class Accelerator:
     def prepare_optimizer(
         self, optimizer: Optimizer | DummyOptim, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Wrap an optimizer, so that it steps only when gradients are complete."""
+        """Wrap an optimizer, so that it steps only when gradients are complete.
+
+        Args:
+            optimizer: an optimizer of a prepared model's parameters, or a `DummyOptim` under DeepSpeed.
+            device_placement: accepted, without effect: an optimizer's state is created where its parameters are.
+        """
         return self.prepared.prepare_optimizer(optimizer)
 
     def prepare_data_loader(
@@ -402,6 +409,11 @@ class Accelerator:
         """Shard a loader over the processes; see `PreparedLoader`. Collective call.
 
         The data order depends on the Accelerator's ``seed``, else on the main process's seed at the time of this call.
+
+        Args:
+            data_loader: any iterable of batches; a prepared loader is returned unchanged.
+            device_placement: whether batches are moved to the device; None: the Accelerator's setting.
+            slice_fn_for_dispatch: refused.
 
         Raises:
             ConfigurationError: ``slice_fn_for_dispatch`` is given.
@@ -418,6 +430,9 @@ class Accelerator:
         Accelerate does the same, and its scripts multiply the length of schedules by the number of processes. With
         ``split_batches=True`` or ``Accelerator(scheduler_steps_per_process=False)`` a scheduler advances once per step;
         ``ReduceLROnPlateau``, whose patience counts values, and DeepSpeed's own schedules always do.
+
+        Args:
+            scheduler: a scheduler of a prepared optimizer, or a `DummyScheduler` under DeepSpeed.
         """
         return self.prepared.prepare_scheduler(scheduler)
 
@@ -439,20 +454,43 @@ class Accelerator:
     def skip_first_batches(
         self, dataloader: Iterable[Batch], num_batches: int = 0
     ) -> LaterLoader:
-        """Return a loader whose iterations begin with batch ``num_batches``."""
+        """Return a view of a loader that begins with batch ``num_batches``; a prepared loader does not read the others.
+
+        Args:
+            dataloader: a loader, prepared or not, or any iterable; it does not change.
+            num_batches: the number of batches that every iteration leaves out.
+        """
         return skip_first_batches(dataloader, num_batches)
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Whether the layers of a model are on several devices; training of such a model is not supported."""
+        """Whether the layers of a model are on several devices; training of such a model is not supported.
+
+        Args:
+            model: a model; one that `dispatch_model` placed has a device map.
+        """
         return spans_devices(model)
 
     def free_memory(self, *objects: object) -> list[None]:
-        """Release all prepared objects; assign the result to the names that still refer to them."""
+        """Release all prepared objects, collect garbage, and empty the cache of the accelerator.
+
+        Args:
+            objects: any objects.
+
+        Returns:
+            None for each object: ``model, optimizer = accelerator.free_memory(model, optimizer)``.
+        """
         self.prepared.clear()
         return release_memory(*objects)
 
     def clear(self, *objects: object) -> list[None]:
-        """An alias of `free_memory`."""
+        """An alias of `free_memory`.
+
+        Args:
+            objects: any objects.
+
+        Returns:
+            None for each object.
+        """
         return self.free_memory(*objects)
 
     @property
@@ -542,13 +580,23 @@ class Accelerator:
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
         """Refuse the call: LOMO optimizers are not supported.
 
+        Args:
+            loss: not used.
+            learning_rate: not used.
+
         Raises:
             ConfigurationError: always.
         """
         raise refused("lomo_backward")
 
     def unscale_gradients(self, optimizer: Optimizers | None = None) -> None:
-        """Unscale fp16 gradients, and correct them for their window's weights; by default for all optimizers."""
+        """Unscale fp16 gradients, and correct them for the weights of their window; inside a window this does nothing.
+
+        `clip_grad_norm_` and `clip_grad_value_` do this for the parameters that they clip.
+
+        Args:
+            optimizer: one prepared optimizer or several; None: all of them.
+        """
         self.prepared.unscale_gradients(optimizer)
 
     def clip_grad_norm_(
@@ -588,12 +636,22 @@ class Accelerator:
     def autocast(
         self, autocast_handler: AutocastKwargs | None = None
     ) -> AbstractContextManager[None]:
-        """Apply the precision to computations in this context that are outside a prepared model."""
+        """Apply the precision to computations in this context that are outside a prepared model.
+
+        Args:
+            autocast_handler: options that change the precision's autocast; by default those of the Accelerator's
+                ``kwargs_handlers``. A precision without autocast ignores them.
+        """
         handler = autocast_handler or self.autocast_handler
         return in_precision(self.precision, handler, self.device)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Skip the gradient exchange of ``model`` in this context."""
+        """Skip the gradient exchange of ``model`` in this context.
+
+        Args:
+            model: a prepared model. The first backward outside the context exchanges the gradients of all
+                micro-batches.
+        """
         if not self.use_distributed:
             return nullcontext()
         return without_exchange(model)
@@ -601,7 +659,11 @@ class Accelerator:
     def trigger_sync_in_backward(
         self, model: nn.Module
     ) -> AbstractContextManager[None]:
-        """Exchange gradients in the next backward of this context, even if its forward ran under `no_sync`."""
+        """Exchange gradients in the next backward of this context, even if its forward ran under `no_sync`.
+
+        Args:
+            model: a prepared model; only DDP needs this, other models are not affected.
+        """
         return with_exchange(model)
 
     def join_uneven_inputs(
@@ -680,7 +742,17 @@ class Accelerator:
     # -- collective calls ------------------------------------------------------------------------------------------
 
     def gather(self, tensor: Nested) -> Nested:
-        """Concatenate the nested tensors of all processes along the first dimension; arguments as in `gather`."""
+        """Concatenate the nested tensors of all processes along the first dimension, in rank order; collective call.
+
+        Args:
+            tensor: nested tensors, of equal shape and dtype on every process; see `pad_across_processes`.
+
+        Returns:
+            The same nesting; tensors of shape ``(n, ...)`` become ``(processes * n, ...)``, and scalars become vectors.
+
+        Raises:
+            RankError: on every process, if shapes, dtypes or the nesting differ.
+        """
         return self.collectives.gather(tensor)
 
     def gather_for_metrics(
@@ -772,27 +844,51 @@ class Accelerator:
         return self.processes.local_main_process_first()
 
     def on_main_process(self, function: _F) -> _F:
-        """Decorator: only the main process calls ``function``; the others get None."""
+        """Decorator: only the main process calls ``function``.
+
+        Args:
+            function: the function to decorate; a process that does not call it gets None in place of its result.
+        """
         return self.processes.on_main_process(function)
 
     def on_local_main_process(self, function: _F) -> _F:
-        """Decorator: only the first process of each machine calls ``function``."""
+        """Decorator: only the first process of each machine calls ``function``.
+
+        Args:
+            function: the function to decorate; a process that does not call it gets None in place of its result.
+        """
         return self.processes.on_local_main_process(function)
 
     def on_last_process(self, function: _F) -> _F:
-        """Decorator: only the last process calls ``function``."""
+        """Decorator: only the last process calls ``function``.
+
+        Args:
+            function: the function to decorate; a process that does not call it gets None in place of its result.
+        """
         return self.processes.on_last_process(function)
 
     def on_process(
         self, function: _F | None = None, process_index: int | None = None
     ) -> Any:
-        """Decorator: only process ``process_index`` calls ``function``."""
+        """Decorator: only process ``process_index`` calls ``function``.
+
+        Args:
+            function: the function to decorate; a process that does not call it gets None in place of its result.
+                None returns the decorator: ``@accelerator.on_process(process_index=1)``.
+            process_index: the rank of the process, from 0; None: no process.
+        """
         return self.processes.on_process(function, process_index)
 
     def on_local_process(
         self, function: _F | None = None, local_process_index: int | None = None
     ) -> Any:
-        """Decorator: only process ``local_process_index`` of each machine calls ``function``."""
+        """Decorator: only process ``local_process_index`` of each machine calls ``function``.
+
+        Args:
+            function: the function to decorate; a process that does not call it gets None in place of its result.
+                None returns the decorator: ``@accelerator.on_local_process(local_process_index=1)``.
+            local_process_index: the rank of the process on its machine, from 0; None: no process.
+        """
         return self.processes.on_local_process(function, local_process_index)
 
     def split_between_processes(
@@ -810,14 +906,23 @@ class Accelerator:
         return self.processes.split_between_processes(inputs, apply_padding)
 
     def print(self, *values: object, **options: Any) -> None:
-        """Print once on each machine."""
+        """Print once on each machine.
+
+        Args:
+            values: the objects to print.
+            options: of ``print``: ``sep``, ``end``, ``file``, ``flush``.
+        """
         self.processes.print(*values, **options)
 
     def set_device(self) -> None:
         """Accepted, without effect: the device is chosen when the process starts."""
 
     def destroy_process_group(self, group: ProcessGroup | None = None) -> None:
-        """Leave a process group; by default the group of all processes."""
+        """Leave a process group; without process groups this does nothing.
+
+        Args:
+            group: a group of ``torch.distributed``; None: the group of all processes.
+        """
         self.processes.destroy_process_group(group)
 
     @property
@@ -983,14 +1088,28 @@ class Accelerator:
         return plugin or find_option(self._engine_options, DeepSpeedPlugin)
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
-        """Return a plugin of ``Accelerator(deepspeed_plugins={name: plugin})``."""
+        """Return a plugin of ``Accelerator(deepspeed_plugins={name: plugin})``.
+
+        Args:
+            name: its key in that mapping.
+
+        Raises:
+            ConfigurationError: no plugin has this name.
+        """
         if name not in self.deepspeed_plugins:
             names = ", ".join(self.deepspeed_plugins) or "none"
             raise ConfigurationError(f"unknown DeepSpeed plugin {name!r}", found=names)
         return self.deepspeed_plugins[name]
 
     def select_deepspeed_plugin(self, name: str) -> None:
-        """Make another plugin active; call this before a model is prepared."""
+        """Make another plugin active; call this before a model is prepared.
+
+        Args:
+            name: its key in ``Accelerator(deepspeed_plugins=...)``.
+
+        Raises:
+            ConfigurationError: no plugin has this name.
+        """
         selected = self.get_deepspeed_plugin(name)
         # DeepSpeed plugins exist only under its strategy, which has this method.
         self.strategy.use(selected.deepspeed_config)  # type: ignore[attr-defined]
@@ -1092,6 +1211,10 @@ class Accelerator:
 
         Their states may hold plain data, tensors and arrays; saving anything else raises an error with the key.
 
+        Args:
+            objects: objects with ``state_dict()`` and ``load_state_dict(state)``; `load_state` needs them in the same
+                order.
+
         Raises:
             ConfigurationError: an object lacks these methods.
         """
@@ -1105,6 +1228,13 @@ class Accelerator:
         ``weights`` holds a state dict for each model; entries that the hook removes are not saved. Files that the hook
         writes into ``directory`` become part of the checkpoint: it is a temporary directory, which is renamed when the
         state is complete.
+
+        Args:
+            hook: a function of three arguments: the list of models, the list of their weights, and the path of the
+                directory.
+
+        Returns:
+            A handle, whose ``remove()`` unregisters the hook.
         """
         return self.checkpoints.register_save_hook(hook)
 
@@ -1114,6 +1244,12 @@ class Accelerator:
         """Call ``hook(models, directory)`` before each load; models that the hook removes from the list are not loaded.
 
         ``directory`` is the checkpoint; the files of hooks in it have been verified.
+
+        Args:
+            hook: a function of two arguments: the list of models, and the path of the directory.
+
+        Returns:
+            A handle, whose ``remove()`` unregisters the hook.
         """
         return self.checkpoints.register_load_hook(hook)
 
@@ -1173,6 +1309,13 @@ class Accelerator:
 
         For sharded weights (FSDP, DeepSpeed, a mesh) this is a collective call: the main process gets the weights on
         the CPU, and the others get an empty dict, so a device never holds more than one full weight at a time.
+
+        Args:
+            model: a prepared model, or any other.
+            unwrap: False keeps the names of the wrappers, such as ``module.weight``.
+
+        Returns:
+            Weights by name.
         """
         return self._model_weights.collect(model, unwrap)
 
@@ -1200,12 +1343,17 @@ class Accelerator:
     def save(
         self, obj: object, f: str | os.PathLike[str], safe_serialization: bool = False
     ) -> None:
-        """Call ``torch.save`` on the main process; with ``safe_serialization`` write a dict of tensors as safetensors.
+        """Write an object to a file on the main process.
 
         An existing file is replaced when the new one is complete.
 
+        Args:
+            obj: anything that can be pickled; with ``safe_serialization`` a dict of tensors.
+            f: the path of the file, in an existing local directory.
+            safe_serialization: True writes safetensors, False a pickle of ``torch.save``.
+
         Raises:
-            ConfigurationError: ``safe_serialization`` with a value that is not a tensor.
+            ConfigurationError: ``f`` is a URL, or ``safe_serialization`` is set and a value is not a tensor.
         """
         if self.is_main_process:
             write_object(obj, f, safe_serialization)
@@ -1252,9 +1400,13 @@ class Accelerator:
         self.tracking.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return a tracker by name; ``unwrap``: the object through which it writes (W&B's run, TensorBoard's writer).
+        """Return a tracker by name, after it has received all logged values.
 
         On other processes than the main one its methods do nothing.
+
+        Args:
+            name: ``"wandb"``, ``"tensorboard"``, … (see `LoggerType`), or the ``name`` of a `GeneralTracker`.
+            unwrap: True returns the object through which the tracker writes: W&B's run, TensorBoard's writer.
 
         Raises:
             ConfigurationError: no tracker has this name.
@@ -1271,7 +1423,14 @@ class Accelerator:
     def profile(
         self, profile_handler: ProfileKwargs | None = None
     ) -> AbstractContextManager[Any]:
-        """Run a ``torch.profiler.profile``; with ``output_trace_dir`` each process writes its trace there."""
+        """Profile the block: ``with accelerator.profile() as profiler`` gives a ``torch.profiler.profile``.
+
+        With ``output_trace_dir`` each process writes its trace there, as ``profile_<rank>.json``, unless the block
+        raises.
+
+        Args:
+            profile_handler: the options of the profile; by default those of the Accelerator's ``kwargs_handlers``.
+        """
         handler = profile_handler or self.profile_handler
         return profiling(handler, self.process_index)
 

@@ -277,15 +277,29 @@ class Fabric:
         return run_forked(on_rank, count)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for every process."""
+        """Wait for every process.
+
+        Args:
+            name: accepted for compatibility with Lightning, without effect.
+        """
         self.accelerator.wait_for_everyone()
 
     def print(self, *values: object, **options: Any) -> None:
-        """Print on the first process of a machine."""
+        """Print on the first process of a machine.
+
+        Args:
+            values: the objects to print.
+            options: of ``print``: ``sep``, ``end``, ``file``, ``flush``.
+        """
         self.accelerator.print(*values, **options)
 
     def broadcast(self, obj: _T, src: int = 0) -> _T:
-        """Return the object of process ``src`` on every process."""
+        """Return the object of process ``src`` on every process; collective call.
+
+        Args:
+            obj: an object that can be pickled; only that of process ``src`` is sent.
+            src: the rank of the sender.
+        """
         value: _T = self.accelerator.strategy.broadcast(obj, src)
         return value
 
@@ -347,7 +361,11 @@ class Fabric:
         return map_leaves(data, make_tensor, (int, float))
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
-        """Run the block on rank 0 before the other processes; ``local``: on the first process of each machine."""
+        """Run the block on rank 0 before the other processes.
+
+        Args:
+            local: True: the first process of each machine goes first, in place of rank 0 alone.
+        """
         if local:
             return self.accelerator.local_main_process_first()
         return self.accelerator.main_process_first()
@@ -356,7 +374,16 @@ class Fabric:
     def seed_everything(
         seed: int | None = None, workers: bool | None = None, verbose: bool = True
     ) -> int:
-        """Call `trainer_kit.seed_everything`."""
+        """Seed Python, NumPy and torch, as `trainer_kit.seed_everything` does.
+
+        Args:
+            seed: 0 to 2**32 - 1; None draws one from the system.
+            workers: accepted for compatibility with Lightning: workers of loaders are always seeded.
+            verbose: accepted for compatibility with Lightning: nothing is printed.
+
+        Returns:
+            The seed.
+        """
         return seed_everything(seed, workers=bool(workers))
 
     # -- preparing -------------------------------------------------------------------------------------------------
@@ -378,6 +405,15 @@ class Fabric:
 
         The module is a `FabricModule`: its attributes and methods are the given module's, ``.module`` is that module,
         and the steps of a `TrainModule` and the methods that ``mark_forward_method`` marks synchronize gradients.
+
+        Args:
+            module: the module; one that was set up before is not wrapped again.
+            optimizers: optimizers of its parameters.
+            scheduler: a learning-rate scheduler, which is returned as it is: step it yourself.
+            move_to_device: whether the module is moved to the device.
+
+        Raises:
+            ConfigurationError: an argument is not a module or not an optimizer.
         """
         are_optimizers = all(isinstance(each, Optimizer) for each in optimizers)
         _refuse(
@@ -407,14 +443,26 @@ class Fabric:
     def setup_module(
         self, module: nn.Module, move_to_device: bool = True
     ) -> FabricModule:
-        """Prepare a module without its optimizers."""
+        """Prepare a module without its optimizers.
+
+        Args:
+            module: the module.
+            move_to_device: whether it is moved to the device.
+        """
         prepared = self.accelerator.prepare_model(
             prepared_module(module), device_placement=move_to_device
         )
         return self._wrap(module, prepared)
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
-        """Prepare the optimizers of a prepared module."""
+        """Prepare the optimizers of a prepared module.
+
+        Args:
+            optimizers: optimizers of the parameters of that module.
+
+        Returns:
+            The prepared optimizers in the same order; a single one without a tuple.
+        """
         prepared = [
             self.accelerator.prepare_optimizer(optimizer) for optimizer in optimizers
         ]
@@ -473,7 +521,11 @@ class Fabric:
             yield
 
     def to_device(self, obj: Nested) -> Nested:
-        """Move a module, tensor or batch to the device of this process."""
+        """Move a module, tensor or batch to the device of this process.
+
+        Args:
+            obj: a module, a tensor, or nested lists, tuples and dicts of tensors.
+        """
         if isinstance(obj, nn.Module):
             return obj.to(self.device)
         return move_to_device(obj, self.device)
@@ -487,7 +539,17 @@ class Fabric:
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Run the backward pass; use this in place of ``loss.backward()``."""
+        """Run the backward pass; use this in place of ``loss.backward()``.
+
+        Args:
+            tensor: the loss, a scalar.
+            args: refused: pass options by name.
+            model: accepted for compatibility with Lightning, without effect.
+            kwargs: options of ``Tensor.backward``, such as ``retain_graph=True``.
+
+        Raises:
+            ConfigurationError: an option is passed without its name.
+        """
         _refuse(
             bool(args), "backward takes options by name", "pass retain_graph= by name"
         )
@@ -502,9 +564,22 @@ class Fabric:
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor | None:
-        """Clip the gradients of a module by value or by norm; return the norm before clipping.
+        """Clip the gradients of a module by value or by norm.
+
+        Args:
+            module: the prepared module whose gradients are clipped.
+            optimizer: accepted for compatibility with Lightning, without effect.
+            clip_val: the largest absolute value of an element; None: clip by norm.
+            max_norm: the largest total norm; None: clip by value.
+            norm_type: the order of the norm; ``inf`` for the largest element.
+            error_if_nonfinite: with ``max_norm``: raise an error if the norm is NaN or infinite, which waits for the
+                device.
+
+        Returns:
+            The norm before clipping, a scalar tensor; None when clipped by value.
 
         Raises:
+            ConfigurationError: both limits are given, or none.
             NonFiniteError: the norm is not finite.
         """
         _refuse(
@@ -534,26 +609,53 @@ class Fabric:
     def no_backward_sync(
         self, module: nn.Module, enabled: bool = True
     ) -> AbstractContextManager[None]:
-        """Skip the gradient reduction over the processes in this block, for gradient accumulation."""
+        """Skip the gradient reduction over the processes in this block, for gradient accumulation.
+
+        Args:
+            module: a prepared module. The first backward outside the block reduces the gradients of all micro-batches.
+            enabled: False: the block has no effect, as in the last micro-batch of a window.
+        """
         if not enabled:
             return nullcontext()
         return self.accelerator.no_sync(prepared_module(module))
 
     def call(self, hook_name: str, *args: object, **kwargs: object) -> None:
-        """Call the method ``hook_name`` of each callback that has it."""
+        """Call the method ``hook_name`` of each callback that has it, in order; results are discarded.
+
+        Args:
+            hook_name: the name of the method.
+            args: its arguments.
+            kwargs: its arguments by name.
+        """
         for callback in self.callbacks:
             method = getattr(callback, hook_name, None)
             if callable(method):
                 method(*args, **kwargs)
 
     def log(self, name: str, value: object, step: int | None = None) -> None:
-        """Log a value with every logger, on rank 0."""
+        """Log a value with every logger, on rank 0.
+
+        Args:
+            name: the name of the value.
+            value: a number or a tensor of one element.
+            step: the step of the value; None: the logger decides.
+
+        Raises:
+            ConfigurationError: a tensor has several elements.
+        """
         self.log_dict({name: value}, step)
 
     def log_dict(self, metrics: Mapping[str, object], step: int | None = None) -> None:
         """Log values with every logger, on rank 0; tensors of one element become numbers, which is a sync point.
 
         A logger that has not returned for 10 seconds is left out until it does.
+
+        Args:
+            metrics: numbers and tensors of one element, by name.
+            step: the step of the values; None: the logger decides.
+
+        Raises:
+            ConfigurationError: a tensor has several elements.
         """
         if not self.is_global_zero:
             return
@@ -629,9 +731,17 @@ class Fabric:
         *,
         weights_only: bool | None = None,
     ) -> StateDict:
-        """Load a checkpoint of `save`, or a ``torch.save`` file, into the objects of ``state``; return other entries.
+        """Load a checkpoint of `save`, or a ``torch.save`` file, into the objects of ``state``.
 
-        ``weights_only`` is accepted for compatibility with Lightning: nothing is ever unpickled.
+        Args:
+            path: the directory or the file.
+            state: objects by name, which are changed in place: modules, optimizers and others with ``load_state_dict``;
+                a plain value is replaced in this dict. None: load nothing into objects.
+            strict: every name of ``state`` must be in the checkpoint, and the parameter names of modules must match.
+            weights_only: accepted for compatibility with Lightning, without effect: nothing is ever unpickled.
+
+        Returns:
+            The entries of the checkpoint whose names are not in ``state``.
 
         Raises:
             CheckpointError: with ``strict``, a name of ``state`` is missing; or the file holds pickled classes.
@@ -681,7 +791,18 @@ class Fabric:
         *,
         weights_only: bool | None = None,
     ) -> None:
-        """Load a file that holds one ``state_dict`` into a module or an optimizer; ``weights_only`` as for `load`."""
+        """Load a file that holds one ``state_dict`` into a module or an optimizer.
+
+        Args:
+            path: the file.
+            obj: the module or optimizer, prepared or not, which is changed in place.
+            strict: for a module: the parameter names must match.
+            weights_only: accepted for compatibility with Lightning, without effect: nothing is ever unpickled.
+
+        Raises:
+            MissingCheckpointError: nothing is at ``path``; it is also a ``FileNotFoundError``.
+            ConfigurationError: an engine such as DeepSpeed keeps the state of the object.
+        """
         check_exists(locate(path))
         if isinstance(obj, nn.Module):
             self._load_module(obj, read_weights(path), strict)

@@ -69,6 +69,14 @@ def notebook_launcher(
             process is in a process group.
         ChildFailedError: a process failed. The exception is also of the class that the process raised, with its text
             and traceback.
+
+    Example:
+        >>> from trainer_kit import Accelerator, notebook_launcher
+        >>> def train(lr):
+        ...     accelerator = Accelerator(cpu=True)
+        ...     return f"lr {lr}, process {accelerator.process_index} of {accelerator.num_processes}"
+        >>> notebook_launcher(train, args=(0.1,), num_processes=1)
+        'lr 0.1, process 0 of 1'
     """
     unknown = elastic.keys() - _ELASTIC_OPTIONS
     if unknown:
@@ -205,6 +213,15 @@ def debug_launcher(
         LaunchError: processes cannot be forked here: an accelerator is in use, or this process is in a process group.
         RankError: a process died.
         BaseException: of the process that failed first, with its traceback as a note.
+
+    Example:
+        >>> import torch
+        >>> from trainer_kit import Accelerator, debug_launcher
+        >>> def check():
+        ...     accelerator = Accelerator()
+        ...     ranks = accelerator.gather(torch.tensor([accelerator.process_index]))
+        ...     assert ranks.tolist() == [0, 1]
+        >>> debug_launcher(check, num_processes=2)
     """
 
     def run(rank: int) -> None:

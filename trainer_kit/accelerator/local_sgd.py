@@ -22,13 +22,26 @@ class LocalSGD:
     Source: Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019; https://arxiv.org/abs/1805.09767.
 
     Args:
-        accelerator: the Accelerator.
+        accelerator: the Accelerator that prepared the model.
         model: a prepared model.
         local_sgd_steps: the number of optimizer steps between two averages.
-        enabled: False: the context has no effect.
+        enabled: False: the context has no effect, as on a single process.
 
     Raises:
         ConfigurationError: ``local_sgd_steps`` is below one, or the model is sharded.
+
+    Example:
+        >>> import torch
+        >>> from trainer_kit import Accelerator, LocalSGD
+        >>> accelerator = Accelerator(cpu=True)
+        >>> model = nn.Linear(2, 1)
+        >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> with LocalSGD(accelerator, model, local_sgd_steps=8) as local_sgd:
+        ...     for batch in torch.ones(16, 4, 2):
+        ...         accelerator.backward(model(batch).mean())
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        ...         local_sgd.step()
     """
 
     def __init__(

@@ -344,10 +344,11 @@ class AcceleratorProcesses(Processes):
 
 @final
 class PartialState(Processes):
-    """This process among those of its launch: a view of its environment; a script may make any number of these.
+    """The process and its rank in the launch, read from the environment; a script may create any number of these.
 
     Args:
         cpu: compute on the CPU even if the machine has an accelerator.
+        **options: Accelerate's other options, such as ``backend`` and ``timeout``: accepted, without effect.
 
     Example:
         >>> state = PartialState(cpu=True)

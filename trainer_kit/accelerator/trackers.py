@@ -129,6 +129,21 @@ class GeneralTracker:
             second argument, after the project's name.
         main_process_only: False: every process has its own tracker.
         tracker: the object through which it writes.
+
+    Example:
+        >>> from trainer_kit import Accelerator, GeneralTracker
+        >>> class ListTracker(GeneralTracker):
+        ...     name = "list"
+        ...     def __init__(self):
+        ...         self.tracker = []
+        ...     def log(self, values, step=None, **options):
+        ...         self.tracker.append((step, values))
+        >>> accelerator = Accelerator(cpu=True, log_with=ListTracker())
+        >>> accelerator.init_trackers("digits")
+        >>> accelerator.log({"loss": 0.5}, step=3)
+        >>> accelerator.get_tracker("list", unwrap=True)
+        [(3, {'loss': 0.5})]
+        >>> accelerator.end_training()
     """
 
     name: str
@@ -139,10 +154,20 @@ class GeneralTracker:
         """Start the tracker; called once, before all other methods."""
 
     def store_init_configuration(self, values: StateDict) -> None:
-        """Store the hyperparameters of the run."""
+        """Store the hyperparameters of the run.
+
+        Args:
+            values: the ``config`` of `Accelerator.init_trackers`, as a dict.
+        """
 
     def log(self, values: dict[str, Any], step: int | None, **options: Any) -> None:
-        """Log the values of a step."""
+        """Log the values of a step.
+
+        Args:
+            values: what was passed to `Accelerator.log`, by name.
+            step: the step of the values; None: the script gave none.
+            options: this tracker's entry in the ``log_kwargs`` of `Accelerator.log`.
+        """
 
     def finish(self) -> None:
         """Close the tracker at the end of the run."""

@@ -329,7 +329,12 @@ class LightningCLI:
             self._run(self.subcommand)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add arguments, defaults and links to the parser of each command; nothing by default."""
+        """Add arguments, defaults and links to the parser of each command; nothing by default.
+
+        Args:
+            parser: the parser of one command: its ``add_argument``, ``add_lightning_class_args``, ``set_defaults`` and
+                ``link_arguments`` change it.
+        """
 
     def before_instantiate_classes(self) -> None:
         """Called when `config` is known; nothing by default."""
@@ -395,7 +400,16 @@ class LightningCLI:
         optimizer: Optimizer,
         lr_scheduler: Any = None,
     ) -> Any:
-        """What the module's ``configure_optimizers`` returns for the chosen options; override it to change that."""
+        """What the module's ``configure_optimizers`` returns for the chosen options; override it to change that.
+
+        Args:
+            lightning_module: the module, whose ``configure_optimizers`` this replaces.
+            optimizer: the optimizer of the options.
+            lr_scheduler: the scheduler of the options, or None.
+
+        Returns:
+            What ``configure_optimizers`` of a module may return.
+        """
         if lr_scheduler is None:
             return optimizer
         if isinstance(lr_scheduler, ReduceLROnPlateau):
