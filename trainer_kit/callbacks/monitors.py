@@ -315,6 +315,9 @@ class ThroughputMonitor(SectionTimes):
     communication and step. On an accelerator work runs on after a call returns, and its time appears where the host
     waits; ``synchronize`` measures exactly, and slows training down.
 
+    ``run/goodput`` is the part of the run's whole life, from its first start and over all its restarts, in which steps
+    were trained for the first time: `Trainer.seconds_of_run` has the rest.
+
     Where one rank takes much longer for a part than the others since the last time, a line names it: ``straggler: rank
     3, data: 4.1 s, 8.2 times the median of the ranks``; once an epoch for each rank and part. See `find_straggler`.
 
@@ -486,6 +489,7 @@ class ThroughputMonitor(SectionTimes):
         values = _rates_of_counts(counts, seconds, trainer.world_size)
         values.update(self._flop_rates(trainer, device_batches / seconds))
         values.update(self._time_shares())
+        values["run/goodput"] = _goodput(trainer)
         trainer.log_metrics(values, trainer.progress.step)
 
     def _take_counts(self, trainer: TrainerLike) -> dict[str, float]:
@@ -538,6 +542,11 @@ class ThroughputMonitor(SectionTimes):
             trainer.print(
                 f"straggler: rank {rank}, {section}: {seconds:.3g} s, {ratio:.1f} times the median of the ranks"
             )
+
+
+def _goodput(trainer: TrainerLike) -> float:
+    seconds = trainer.seconds_of_run()
+    return seconds["useful"] / max(sum(seconds.values()), 1e-9)
 
 
 def _rates_of_counts(

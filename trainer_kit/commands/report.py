@@ -5,11 +5,15 @@ from __future__ import annotations
 import time
 import webbrowser
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from trainer_kit.commands.terminal import FilePath
 from trainer_kit.core.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from trainer_kit.report.collect import RunDirectory
 
 __all__ = ["report"]
 
@@ -40,8 +44,18 @@ __all__ = ["report"]
     show_default=True,
     help="Seconds, with --watch.",
 )
+@click.option(
+    "--goodput",
+    is_flag=True,
+    help="Print where the time of each run went, over all its restarts, and write no page.",
+)
 def report(
-    runs: tuple[Path, ...], output: Path | None, opens: bool, watch: bool, every: float
+    runs: tuple[Path, ...],
+    output: Path | None,
+    opens: bool,
+    watch: bool,
+    every: float,
+    goodput: bool,
 ) -> None:
     """Write one page about the runs in the directories RUN.
 
@@ -52,6 +66,16 @@ def report(
     from trainer_kit.report.page import REPORT, write_report
 
     directories = [RunDirectory(directory) for directory in find_runs(runs or [Path()])]
+    if goodput:
+        if output or opens or watch:
+            raise ConfigurationError(
+                "--goodput prints, and writes no page",
+                fix="leave out --output, --open and --watch",
+            )
+        for run in directories:
+            run.read_events()
+            _print_goodput(run)
+        return
     target = output
     if target is None:
         home = Path()
@@ -83,3 +107,15 @@ def report(
             return
         is_first = False
         time.sleep(every)
+
+
+def _print_goodput(run: RunDirectory) -> None:
+    from trainer_kit.report.goodput import goodput_table
+
+    for name, goodput in zip(run.names(), run.goodputs(), strict=True):
+        if goodput is None:
+            click.echo(
+                f"{name}: no account of time (a fit with a logger records one; a custom training loop does not)"
+            )
+        else:
+            click.echo(goodput_table(name, goodput))

@@ -315,6 +315,9 @@ class TrainerLike(Protocol):
 
     @property
     def progress(self) -> Progress: ...
+    def seconds_of_run(self) -> dict[str, float]:
+        """Where the time of the fit went so far, over all its restarts: seconds by part."""
+
     @property
     def strategy(self) -> StrategyLike: ...
     @property

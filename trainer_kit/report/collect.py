@@ -21,6 +21,8 @@ from trainer_kit.core.types import JsonObject
 from trainer_kit.loggers.journal import journal_record
 from trainer_kit.loggers.layout import flatten, plain
 from trainer_kit.report.events import EVENTS, has_ended, read_events
+from trainer_kit.report.goodput import Goodput, account_of_run
+from trainer_kit.report.pulse import take_pulse
 from trainer_kit.state.records import RUN, read_records
 
 __all__ = [
@@ -233,6 +235,21 @@ class RunDirectory:
                 series = fit.series[name] = _Series()
             series.append(step, time, value, counts)
 
+    def read_events(self) -> None:
+        """Read the events alone, without the logged values."""
+        self._process_events(read_events(self.directory), None)
+
+    def goodputs(self) -> list[Goodput | None]:
+        """The account of time of each fit; None where it has recorded none."""
+        pulse = take_pulse(self.directory)
+        accounts = []
+        for fit in self._fits:
+            last_record = None
+            if pulse is not None and _is_of_last_start(pulse, fit):
+                last_record = pulse
+            accounts.append(account_of_run(fit.events, last_record))
+        return accounts
+
     @property
     def finished(self) -> bool:
         """Whether no fit is running in the directory, according to its events."""
@@ -249,15 +266,19 @@ class RunDirectory:
 
     def described(self) -> list[JsonObject]:
         """Return the data of the page, one entry per fit: plain data, arrays as base64."""
+        fits = zip(self.names(), self._fits, self.goodputs(), strict=True)
+        return [self._describe_fit(fit, name, goodput) for name, fit, goodput in fits]
+
+    def names(self) -> list[str]:
+        """What a reader calls each fit."""
         name = self.directory.resolve().name or str(self.directory)
         if len(self._fits) == 1:
-            return [self._describe_fit(self._fits[0], name)]
-        return [
-            self._describe_fit(fit, f"{name}, fit {number}")
-            for number, fit in enumerate(self._fits, 1)
-        ]
+            return [name]
+        return [f"{name}, fit {number}" for number in range(1, len(self._fits) + 1)]
 
-    def _describe_fit(self, fit: _Fit, name: str) -> JsonObject:
+    def _describe_fit(
+        self, fit: _Fit, name: str, goodput: Goodput | None
+    ) -> JsonObject:
         events = _completed_events(fit)
         starts = [event for event in events if event["event"] == "start"]
         fit_starts = [event for event in starts if event.get("stage") == "fit"]
@@ -269,6 +290,9 @@ class RunDirectory:
                 steps.append(max(series.steps))
         start_time = min(times, default=0.0)
         fit_start_times = [_number(event.get("time")) for event in fit_starts]
+        time_rows: list[tuple[str, float, float]] = []
+        if goodput is not None:
+            time_rows = goodput.rows()
         curves = _Curves(fit.series, start_time)
         curves.add_all()
         curves.add_rate(fit.longest_series, fit_start_times)
@@ -287,6 +311,7 @@ class RunDirectory:
             "explain": newest_start.get("explain") or "",
             "environment": newest_start.get("environment") or [],
             "exceptions": _exceptions(events),
+            "goodput": time_rows,
         }
         # Without the curves: masking looks at every string, and theirs are megabytes of base64.
         masked: JsonObject = mask_secrets(description)
@@ -343,6 +368,16 @@ class RunDirectory:
                 }
                 marks.append(mark)
         return marks
+
+
+def _is_of_last_start(pulse: JsonObject, fit: _Fit) -> bool:
+    """Whether the process of a pulse is that of the last start of a fit, whose account no event has yet."""
+    for event in reversed(fit.events):
+        if event["event"] == "account":
+            return False
+        if event["event"] == "start" and event.get("stage") == "fit":
+            return bool(event.get("process") == pulse.get("process"))
+    return False
 
 
 def _number(value: object) -> float:
@@ -432,6 +467,9 @@ def _event_marks(events: list[Event]) -> list[Mark]:
     fits = 0
     for event in events:
         kind = event["event"]
+        # Seconds, which are a table of their own.
+        if kind == "account":
+            continue
         step = _number(event.get("step"))
         text = str(event.get("text", ""))
         stage = str(event.get("stage", ""))

@@ -22,6 +22,8 @@ from trainer_kit.report.collect import JOURNAL, RunDirectory
 from trainer_kit.report.environment import describe_environment
 from trainer_kit.report.events import append_event, this_process
 from trainer_kit.report.page import REPORT, write_report
+from trainer_kit.report.pulse import Pulse, record_account, take_pulse
+from trainer_kit.step.time_account import TimeAccount
 
 __all__ = ["RunReport"]
 
@@ -62,6 +64,7 @@ class RunReport:
         self._problem = ""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._pulse: Pulse | None = None
         # the function that showed warnings before `begin`
         self._outer_show: Function = warnings.showwarning
 
@@ -90,6 +93,7 @@ class RunReport:
         try:
             recorded = dict(facts)
             if stage == "fit":
+                self._record_last_account()
                 recorded.update(_process_facts(self.directory, size))
             self._append("start", step, stage=stage, process=this_process(), **recorded)
         except Exception as error:
@@ -103,6 +107,35 @@ class RunReport:
                 target=self._write_now_and_then, name="trainer_kit report", daemon=True
             )
             self._thread.start()
+
+    def _record_last_account(self) -> None:
+        """Record what the last process could not record at its end, because it was killed."""
+        record = take_pulse(self.directory)
+        if record is not None:
+            record_account(self.directory, record)
+
+    def keep_account(self, account: TimeAccount, begun: float) -> None:
+        """Continue the time account of the run; it is recorded from here until the end.
+
+        Args:
+            account: of this start of the fit.
+            begun: when this start began, in seconds since 1970.
+        """
+        try:
+            run = RunDirectory(self.directory)
+            run.read_events()
+            earlier = run.goodputs()[-1]
+            earlier_seconds: dict[str, float] = {}
+            farthest = 0
+            if earlier is not None:
+                earlier_seconds = earlier.seconds
+                earlier_seconds["down"] += max(0.0, begun - earlier.until)
+                begun = max(begun, earlier.until)
+                farthest = earlier.farthest
+            account.continue_run(time.time() - begun, farthest, earlier_seconds)
+            self._pulse = Pulse(self.directory, account, begun)
+        except Exception as error:
+            self._failed(error)
 
     def note(self, kind: str, text: str) -> None:
         """Record a line about the run.
@@ -145,11 +178,20 @@ class RunReport:
         exception = None
         if error is not None:
             exception = self._describe(error)
+        self._end_account()
         self._close(self._run, status, exception, seconds)
         if self._problem:
             self._say(
                 f"{self.directory / REPORT} could not be written: {self._problem}"
             )
+
+    def _end_account(self) -> None:
+        if self._pulse is None:
+            return
+        try:
+            record_account(self.directory, self._pulse.stop())
+        except Exception as problem:
+            self._failed(problem)
 
     def end_by_hang(self, text: str, stacks: str) -> None:
         """Record that the watchdog ends the run, and write the last page; its thread calls this, on any rank.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import secrets
+import time
 from types import TracebackType
 from typing import Any, final
 
 from trainer_kit.core.types import Function, JsonObject
 from trainer_kit.loggers.layout import flatten, params_dict, plain
+from trainer_kit.report.pulse import process_start
 from trainer_kit.report.running import RunReport
 from trainer_kit.training.explain import explain_running
 from trainer_kit.training.session import Session
@@ -29,6 +31,7 @@ class TrainerReport:
     def __init__(self, trainer: Session, stage: str) -> None:
         self._trainer = trainer
         self._stage = stage
+        self._called = time.time()
         self._report: RunReport | None = None
         # notes before `begin`: the directory of the run is not chosen yet
         self._early: list[tuple[str, str]] = []
@@ -46,6 +49,8 @@ class TrainerReport:
     ) -> None:
         trainer = self._trainer
         trainer.report_events(self._outer_note)
+        if self._stage == "fit" and trainer.run is not None:
+            trainer.run.account.stop()
         if self._report is None or not trainer.is_global_zero:
             return
         exits = isinstance(error, (KeyboardInterrupt, SystemExit))
@@ -76,6 +81,16 @@ class TrainerReport:
             self._report.begin(self._stage, self._facts(module), trainer.world_size)
             for kind, text in self._early:
                 self._report.note(kind, text)
+            if self._stage == "fit" and trainer.run is not None:
+                self._report.keep_account(trainer.run.account, self._begun())
+
+    def _begun(self) -> float:
+        """When this start of the fit began: with its process, if that serves a script's first fit alone."""
+        record = self._trainer.files.record
+        # Code that is typed in may have waited for hours.
+        if record is None or record.fit or not record.script:
+            return self._called
+        return min(self._called, process_start())
 
     def _note(self, kind: str, text: str, stacks: str = "") -> None:
         # On any rank: the watchdog of the rank that hangs may be on another one than rank 0.

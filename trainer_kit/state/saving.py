@@ -92,10 +92,11 @@ def save_requested(
     run.requests.drop_checkpoints([request for _, request in save.requests])
     if guard is not None:
         guard.note_checkpoints(run.progress.step, paths)
-    # Every rank collects the same states in the same order: collecting is collective.
-    kinds = sorted(set(paths.values()))
-    states = {weights_only: run.collect(weights_only) for weights_only in kinds}
-    _begin(run, save, states)
+    with run.account.during("checkpoint"):
+        # Every rank collects the same states in the same order: collecting is collective.
+        kinds = sorted(set(paths.values()))
+        states = {weights_only: run.collect(weights_only) for weights_only in kinds}
+        _begin(run, save, states)
     # It is settled at a later step, or before the next save.
     if run.saver.background and not last:
         return True
@@ -213,9 +214,10 @@ def save_to(run: Fit | None, path: Location, weights_only: bool) -> None:
     name = str(path)
     # As if it were the last: the caller may read the file as soon as this returns.
     save = Save(run.progress.step, [], {name: weights_only}, last=True)
-    state = run.collect(weights_only)
-    _begin(run, save, {weights_only: state})
-    failure = _wait_for_outcome(run, save)[name]
+    with run.account.during("checkpoint"):
+        state = run.collect(weights_only)
+        _begin(run, save, {weights_only: state})
+        failure = _wait_for_outcome(run, save)[name]
     for line in save.messages:
         run.say(line)
     if failure is not None:
@@ -238,7 +240,8 @@ def settle_save(run: Fit) -> bool:
     save = run.saver.save
     if save is None:
         return True
-    outcome = _wait_for_outcome(run, save)
+    with run.account.during("checkpoint"):
+        outcome = _wait_for_outcome(run, save)
     for path, failure in outcome.items():
         if failure is None:
             _announce(run, locate(path))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from time import perf_counter
 from typing import Any, Final, Protocol, TypeAlias, cast, final
 
 from trainer_kit.core.errors import DataError
@@ -59,6 +60,7 @@ class WindowLoader:
 
     Attributes:
         window: the one that was made last; before the first of an epoch, one without micro-batches.
+        data_seconds: how long steps have waited for their windows so far.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class WindowLoader:
         self.padding = padding
         self._left_out: set[int] = set()
         self.window = self._closed_window()
+        self.data_seconds = 0.0
         self._measure: Callable[[float, float], None] | None = None
         # Micro-batches left in the run: a batch that is read beyond them and not used would be lost on a resume.
         self._budget: int | None = None
@@ -211,6 +214,7 @@ class WindowLoader:
     def _sized_windows(self, batches: _Items, start: int) -> Iterator[Window]:
         """One rank, weights by samples: no communication, and no factor for a window of one micro-batch."""
         runner = self.runner
+        wait_start = perf_counter()
         for batch, size in batches:
             sizes = [size]
             if self._measure is not None:
@@ -237,11 +241,14 @@ class WindowLoader:
                 if self._asks_for_sizes and len(loaded) > 1:
                     self._ask_for_sizes()
             start += self.window.count
+            self.data_seconds += perf_counter() - wait_start
             yield self.window
+            wait_start = perf_counter()
 
     def _weighed_windows(self, items: _Items, start: int) -> Iterator[Window]:
         """One rank, with the user's weights or with batches that were copied early."""
         while True:
+            wait_start = perf_counter()
             loaded = list(islice(items, self.length))
             if not loaded:
                 return
@@ -256,6 +263,7 @@ class WindowLoader:
             if self._asks_for_sizes and len(batches) > 1:
                 self._ask_for_sizes()
             start += self.window.count
+            self.data_seconds += perf_counter() - wait_start
             yield self.window
 
     # -- several ranks -----------------------------------------------------------------------------------------
@@ -275,6 +283,7 @@ class WindowLoader:
         if self._by_samples and self.ahead is None:
             load = self._load_one
         while True:
+            wait_start = perf_counter()
             window = load(list(islice(batches, self.length)), start)
             if window is None:
                 return
@@ -282,6 +291,7 @@ class WindowLoader:
             if self._asks_for_sizes:
                 self._ask_for_sizes()
             start += window.count
+            self.data_seconds += perf_counter() - wait_start
             yield window
 
     def _load_one(self, items: list[Any], start: int) -> Window | None:

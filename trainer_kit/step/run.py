@@ -20,6 +20,7 @@ from trainer_kit.step.evaluate import Evaluation
 from trainer_kit.step.optimize import ManualStepper, Stepper
 from trainer_kit.step.requests import Requests
 from trainer_kit.step.schedule import Schedule
+from trainer_kit.step.time_account import TimeAccount
 from trainer_kit.step.window import Window, WindowRunner
 from trainer_kit.strategies.strategy import Strategy
 
@@ -172,6 +173,7 @@ class Fit:
         save_logs: has the loggers save; what it returns waits until they have.
         say: prints.
         saver: the save under way.
+        account: where the time goes.
         forward_backward: the strategy's, or what takes its place.
         step: the stepper's, or what takes its place.
         frozen: names of the parameters that were not trained when the run was composed.
@@ -200,6 +202,7 @@ class Fit:
     save_logs: Callable[[], Callable[[], None]]
     say: Callable[[str], None]
     saver: Saver
+    account: TimeAccount
     forward_backward: Callable[[Window], None]
     step: Callable[[Window], None]
     frozen: frozenset[str] = frozenset()

@@ -53,6 +53,7 @@ from trainer_kit.step.optimizers import (
 from trainer_kit.step.padding_batches import PaddingBatches
 from trainer_kit.step.run import Fit, Saver
 from trainer_kit.step.schedule import Interval, Schedule, check_tokens
+from trainer_kit.step.time_account import TimeAccount
 from trainer_kit.step.window import GradientRules, WindowRunner
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.blocks import (
@@ -168,6 +169,7 @@ def compose_fit(
         save_logs=trainer.files.deliveries.save,
         say=trainer.say,
         saver=Saver(trainer.options.async_save),
+        account=TimeAccount(trainer.progress, lambda: steps.windows.data_seconds),
         id=record_id,
         forward_backward=steps.captured
         or compose_forward_backward(

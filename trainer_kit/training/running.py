@@ -115,6 +115,17 @@ class Running:
         """The validation, test or prediction is composed."""
         self.evaluation = evaluation
 
+    @property
+    def epoch_is_whole(self) -> bool:
+        """Whether the epoch that ended last is complete."""
+        return self.settler is not None and self.settler.epoch_is_whole
+
+    def seconds_of_run(self) -> dict[str, float]:
+        """Seconds of the running or last fit by part, over its restarts; empty before the first fit."""
+        if self.fit is None:
+            return {}
+        return self.fit.account.seconds_of_run()
+
     def trainer_state(self, evaluating: bool) -> TrainerState:
         """What the Trainer is doing, as Lightning's record; ``evaluating``: whether an evaluation loop runs."""
         function = None

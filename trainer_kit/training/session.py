@@ -184,6 +184,14 @@ class Session:
         """The running or last fit, or None."""
         return self.running.fit
 
+    def seconds_of_run(self) -> dict[str, float]:
+        """Where the time of the running or last fit went: seconds by part, up to now or its end; empty before a fit.
+
+        Rank 0 of a run with a logger counts all its restarts, other ranks and runs this process alone. The parts are
+        ``useful`` and ``repeated`` steps, ``startup``, ``checkpoint``, ``data``, ``evaluation``, ``hang`` and ``down``.
+        """
+        return self.running.seconds_of_run()
+
     @property
     def evaluation(self) -> Evaluation | None:
         """The running validation, test or prediction, or None."""
@@ -406,16 +414,14 @@ class Session:
     @property
     def is_last_batch(self) -> bool:
         """Whether this training batch is the last of its epoch by the loader's length; False if that is unknown."""
-        return (
-            self.run is not None
-            and self.run.windows.window.index + 1 == self.num_training_batches
-        )
+        if self.run is None:
+            return False
+        return self.run.windows.window.index + 1 == self.num_training_batches
 
     @property
     def epoch_is_whole(self) -> bool:
         """In ``on_train_epoch_end``: whether the epoch is complete; False if the run ends inside it."""
-        settler = self.running.settler
-        return settler is not None and settler.epoch_is_whole
+        return self.running.epoch_is_whole
 
     @property
     def min_epochs(self) -> int:

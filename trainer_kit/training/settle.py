@@ -177,6 +177,7 @@ class Settler:
         self._exchange_requests()
         limit = run.schedule.finished(run.progress)
         if limit is None:
+            run.account.begin_training()
             return not self._grants_stop()
         is_empty = run.windows.feed.length == 0 and run.schedule.length.expected == 0
         if is_empty and run.progress.batch == 0:
@@ -219,6 +220,7 @@ class Settler:
         run = self.run
         progress, schedule = run.progress, run.schedule
         self._clock.stop()
+        run.account.mark()
         # Every rank computes this from progress alone, so all of them enter the same exchanges below. What one rank
         # alone knows (its signal, its request) counts only after an exchange.
         agrees = schedule.agrees(progress)
@@ -335,6 +337,7 @@ class Settler:
     def settle_stop(self) -> None:
         """Print the stop request that ended training; drop a request whose minimum was not reached."""
         run, requests = self.run, self.run.requests
+        run.account.end_training()
         # A limit came first: the record of the run must not name a request that was not granted.
         if not run.schedule.may_stop(run.progress):
             requests.drop_stop()
@@ -443,7 +446,7 @@ class Settler:
         # The schedule looks ahead as far as the counts allow; signals need a look about once a second.
         next_look = max(self._exchanges_signals_at, step + 1)
         next_due = schedule.next_step_due(run.progress, run.windows.length)
-        next_settle = min(next_due, next_look)
+        next_settle = min(next_due, next_look, run.account.next_border())
         if run.requests.stop is not None and step < schedule.min_steps:
             return min(
                 next_settle, schedule.min_steps
@@ -483,6 +486,7 @@ class Settler:
             # Training draws the same numbers with and without a validation, and all ranks validate with one set of
             # buffers, of which batch norms otherwise have one for each rank.
             with (
+                run.account.during("evaluation"),
                 preserved_rng(run.strategy.device),
                 run.strategy.shared_buffers(run.module),
             ):

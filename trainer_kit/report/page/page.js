@@ -403,6 +403,11 @@
     ...(many ? [run.name] : []), series.name, new Num(series.last), new Num(series.low), new Num(series.lowStep), new Num(series.high), new Num(series.highStep), new Num(series.count)]));
   if (values.length) panel("Values", !many, table([...(many ? ["run"] : []), "metric", "last", "lowest", "at step", "highest", "at step", "values"], values));
 
+  for (const run of runs) {
+    if (run.goodput?.length) panel(many ? `Time of ${run.name}` : "Time", !many, table(["part", "time", "share"],
+      run.goodput.map(([part, seconds, share]) => [part, new Num(duration(seconds)), new Num(`${(100 * share).toFixed(1)} %`)])));
+  }
+
   const TINT = { restart: "--warn", warning: "--warn", exception: "--bad", hang: "--bad", killed: "--bad", checkpoint: "--good", start: "--accent", end: "--accent" };
   const events = runs.flatMap((run) => (run.marks || []).map((mark) => [
     ...(many ? [run.name] : []), new Kind(mark.kind, TINT[mark.kind] || "--soft"), new Num(mark.step), new Num(duration(mark.time)), mark.text]));

@@ -1,0 +1,243 @@
+"""Where the time of a run went, over real kills: every second is in one part, and each part has what belongs to it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.report.pages import curve, data_of
+from trainer_kit.commands.main import main
+from trainer_kit.report import RunDirectory
+from trainer_kit.report.events import append_event, read_events
+from trainer_kit.report.goodput import account_of_run
+from trainer_kit.step.time_account import PARTS
+
+RUN = """
+import json, os, pathlib, signal, sys, time
+import torch
+import trainer_kit as tk
+from trainer_kit.loggers import JSONLLogger
+from trainer_kit.testing import TinyModule
+
+STEPS, FAULT, AT = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+
+def wait_for_record(step):
+    # What is recorded once a second must have this step: the kill then loses no time that the test knows of.
+    while json.loads(pathlib.Path("run/account.json").read_text())["step"] < step:
+        time.sleep(0.01)
+
+class Net(TinyModule):
+    def training_step(self, batch, batch_idx):
+        step = self.global_step
+        if step == AT and FAULT != "none":
+            wait_for_record(step)
+            if FAULT == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            pathlib.Path("hung").write_text(str(time.time()))
+            time.sleep(300)
+        time.sleep(0.03)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        time.sleep(0.04)
+        return super().validation_step(batch, batch_idx)
+
+    def teardown(self, stage):
+        pathlib.Path("left").write_text(str(time.time()))
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2 * STEPS
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return torch.full((32,), index / 100)
+
+class Slow(tk.callbacks.ModelCheckpoint):
+    def on_save_checkpoint(self, trainer, module, checkpoint):
+        time.sleep(0.02)
+        super().on_save_checkpoint(trainer, module, checkpoint)
+
+trainer = tk.Trainer(
+    max_steps=STEPS, accelerator="cpu", devices=1, log_every_n_steps=1, val_check_interval=4, resume="auto",
+    logger=JSONLLogger("run", "", ""), enable_progress_bar=False, enable_model_summary=False,
+    hang_timeout=1.0 if FAULT == "hang" else False, num_sanity_val_steps=0,
+    callbacks=[Slow("checkpoints", every_n_train_steps=4), tk.callbacks.ThroughputMonitor(flops_per_batch=1.0)],
+)
+trainer.fit(Net(), torch.utils.data.DataLoader(Data(), batch_size=2), [torch.ones(2, 32)])
+"""
+
+
+def run_with_faults(programs, tmp_path: Path, steps: int, kills: list[int]):
+    """The account of a run of ``steps`` steps that was killed in each step after ``kills``; when it began and ended."""
+    script = tmp_path / "run.py"
+    script.write_text(RUN)
+    begun = time.time()
+    for at in kills:
+        killed = programs.run(script, str(steps), "kill", str(at))
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+    finished = programs.run(script, str(steps), "none", "0")
+    assert finished.returncode == 0, finished.stderr
+    return begun, read_account(tmp_path / "run")
+
+
+def read_account(directory: Path):
+    run = RunDirectory(directory)
+    run.read()
+    (goodput,) = run.goodputs()
+    return goodput
+
+
+def check_total(goodput, directory: Path) -> None:
+    """The parts are measured by the clock of intervals; what they add up to is compared with the time of day."""
+    end = read_events(directory)[-1]
+    assert (end["event"], end["status"]) == ("end", "finished")
+    # The last record is made after the last hook, and before the event.
+    shortest = float((directory.parent / "left").read_text()) - goodput.begun
+    longest = end["time"] - goodput.begun
+    assert 0.999 * shortest <= goodput.total <= 1.001 * longest
+
+
+def check_account(goodput, begun: float, directory: Path, steps: int, kills: list[int]):
+    check_total(goodput, directory)
+    events = read_events(directory)
+    # A process cannot have begun before it was started; the kernel counts in hundredths of a second.
+    assert begun - 0.02 <= goodput.begun
+    starts = [event for event in events if event["event"] == "start" and "run" in event]
+    assert goodput.starts == len(starts) == len(kills) + 1
+    resumed = [event["step"] for event in starts]
+    assert resumed == [0, *(at // 4 * 4 for at in kills)]
+    repeated = sum(at - at // 4 * 4 for at in kills)
+    # At least what each part is known to have slept; they add up, so none can have what belongs to another one.
+    trained = steps + repeated
+    least = {
+        "useful": 0.03 * steps,
+        "repeated": 0.03 * repeated,
+        "data": 0.02 * trained,
+        "evaluation": 0.04 * (steps // 4),
+        "checkpoint": 0.02 * (steps // 4),
+    }
+    for part, seconds in least.items():
+        assert goodput.seconds[part] >= seconds, (part, goodput)
+    assert goodput.seconds["hang"] == 0.0
+    assert (goodput.seconds["repeated"] > 0.0) == (repeated > 0)
+    assert (goodput.seconds["down"] > 0.0) == bool(kills)
+
+
+def test_the_parts_of_a_run_that_was_killed_add_up(programs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kills = [6, 9]
+    begun, goodput = run_with_faults(programs, tmp_path, 12, kills)
+    check_account(goodput, begun, tmp_path / "run", 12, kills)
+    assert not (tmp_path / "run" / "account.json").exists()
+    # The command prints the same, and the page shows it.
+    result = CliRunner().invoke(main, ["report", "run", "--goodput"])
+    lines = result.output.splitlines()
+    assert (
+        lines[0]
+        == f"run: {goodput.share:.1%} of {goodput.total:.1f} s in useful steps, 3 starts"
+    )
+    assert len(lines) == len(PARTS) + 2
+    (page,) = data_of(tmp_path / "run" / "report.html")["runs"]
+    assert [row[0] for row in page["goodput"]][:2] == ["useful steps", "repeated steps"]
+    assert [row[1] for row in page["goodput"]] == list(goodput.seconds.values())
+    # The last logged value counts the time of all starts, before the end of the last one.
+    logged = curve(page, "run/goodput")[1][-1]
+    useful = goodput.seconds["useful"]
+    assert useful / goodput.total <= logged + 1e-6
+    assert logged <= useful / (goodput.total - goodput.seconds["startup"])
+
+
+@pytest.mark.long
+def test_the_parts_add_up_over_ten_kills(programs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kills = [3, 6, 9, 13, 13, 18, 22, 27, 31, 35]
+    begun, goodput = run_with_faults(programs, tmp_path, 40, kills)
+    check_account(goodput, begun, tmp_path / "run", 40, kills)
+
+
+def test_a_hang_is_counted_from_the_last_progress(programs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "run.py"
+    script.write_text(RUN)
+    hung = programs.run(script, "6", "hang", "5")
+    assert hung.returncode == 75, hung.stderr
+    (end,) = (
+        event for event in read_events(tmp_path / "run") if event["event"] == "end"
+    )
+    assert end["status"] == "hung"
+    known = end["time"] - float((tmp_path / "hung").read_text())
+    # What the process has left tells it already before a restart.
+    seconds = read_account(tmp_path / "run").seconds
+    assert seconds["hang"] >= known
+    assert seconds["down"] == 0.0
+    finished = programs.run(script, "6", "none", "0")
+    assert finished.returncode == 0, finished.stderr
+    after = read_account(tmp_path / "run")
+    assert after.seconds["hang"] == seconds["hang"]
+    assert after.starts == 2
+    check_total(after, tmp_path / "run")
+
+
+def test_an_evaluation_after_the_fit_is_a_part_and_one_beside_it_is_not(tmp_path):
+    seconds = dict.fromkeys(PARTS, 0.0)
+
+    def account(begun, until):
+        return {
+            "event": "account",
+            "begun": begun,
+            "time": until,
+            "until": until,
+            "step": 1,
+            "category": "startup",
+            "seconds": {**seconds, "useful": until - begun},
+        }
+
+    def event(kind, time, stage):
+        return {"event": kind, "time": time, "stage": stage, "status": "finished"}
+
+    events = [
+        event("start", 1.0, "fit"),
+        event("start", 2.0, "validate"),
+        event("end", 4.0, "validate"),
+        account(0.0, 10.0),
+        event("end", 10.0, "fit"),
+        event("start", 12.0, "test"),
+        event("end", 15.0, "test"),
+        event("start", 20.0, "fit"),
+        account(18.0, 28.0),
+    ]
+    goodput = account_of_run(events)
+    assert goodput is not None
+    assert {part: value for part, value in goodput.seconds.items() if value} == {
+        "useful": 20.0,
+        "evaluation": 3.0,
+        "down": 5.0,
+    }
+    assert goodput.total == 28.0
+
+
+def test_records_that_are_damaged_cost_their_own_time(tmp_path):
+    events = [
+        {"event": "account", "begun": "then", "seconds": {}},
+        {"event": "account", "seconds": None, "category": "useful"},
+        {"event": "start", "stage": "fit"},
+        {"event": "end", "time": None},
+    ]
+    assert account_of_run(events) is None
+    (tmp_path / "account.json").write_text("{")
+    append_event(tmp_path, "start", 0, stage="fit", run="r")
+    run = RunDirectory(tmp_path)
+    run.read()
+    assert run.goodputs() == [None]
+    result = CliRunner().invoke(main, ["report", str(tmp_path), "--goodput"])
+    assert (result.exit_code, "no account of time" in result.output) == (0, True)
+
+
+def test_the_table_replaces_the_page(tmp_path):
+    append_event(tmp_path, "start", 0, stage="fit", run="r")
+    result = CliRunner().invoke(main, ["report", str(tmp_path), "--goodput", "--open"])
+    assert (result.exit_code, "writes no page" in result.output) == (2, True)
