@@ -129,7 +129,9 @@ def class_gaps(name: str, cls: type, listed: list[str] | None) -> Iterator[Gap]:
     described: set[str] = set()
     for base in cls.__mro__:
         described |= entries(vars(base).get("__doc__")) | described_fields(base)
-    if not issubclass(cls, Enum):
+    # No call creates an object of these.
+    is_abstract = issubclass(cls, Enum) or getattr(cls, "_is_protocol", False)
+    if not is_abstract:
         lacking = [each for each in parameters(cls) if each not in described]
         if lacking:
             yield Gap(room(cls), "args", name, tuple(lacking))
@@ -137,7 +139,9 @@ def class_gaps(name: str, cls: type, listed: list[str] | None) -> Iterator[Gap]:
         function = definitions(cls, member)[0]
         described = described_arguments(cls, member)
         lacking = [
-            each for each in parameters(function) if each.lstrip("_") not in described
+            each
+            for each in parameters(function)
+            if described.isdisjoint({each, each.lstrip("_")})
         ]
         if lacking:
             yield Gap(room(function), "args", f"{name}.{member}", tuple(lacking))

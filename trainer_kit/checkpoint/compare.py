@@ -36,6 +36,11 @@ class Difference:
         b: the second checkpoint's value, likewise.
         max_abs: for tensors and arrays of equal shape the largest absolute difference; NaN if only one of them is NaN,
             0.0 if only bits differ (-0.0 and 0.0). Else None.
+
+    Example:
+        >>> difference = Difference("model", "layer.weight", "value", "shape (2, 2)", "shape (2, 2)", max_abs=0.5)
+        >>> difference.kind, difference.max_abs
+        ('value', 0.5)
     """
 
     part: str

@@ -333,6 +333,13 @@ class Repair:
         damaged: the checkpoints that were set aside, under their new names, with the error of each.
         left: checkpoints that cannot be verified: of a newer format, or not readable for this user. They stay.
         discarded: the number of unfinished entries of dead processes that were deleted or restored.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     result = repair(directory)
+        >>> result.sound, result.damaged, result.discarded
+        ([], [], 0)
     """
 
     sound: list[Location]

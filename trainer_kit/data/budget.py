@@ -147,6 +147,11 @@ class TokenBudget(Sampler[list[int]]):
         padded: whether a batch costs its longest sample for each of its samples.
         shuffle: whether samples are sorted by length in parts, and batches shuffled.
         seed: of the order.
+
+    Example:
+        >>> batches = token_budget(["aaa", "b", "cc", "dd"], tokens=4, shuffle=False)
+        >>> type(batches).__name__, list(batches)
+        ('TokenBudget', [[0], [1, 2], [3]])
     """
 
     def __init__(
@@ -167,7 +172,11 @@ class TokenBudget(Sampler[list[int]]):
         self._batches: list[list[int]] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the order; a Trainer does so."""
+        """Set the epoch of the order; a Trainer does so.
+
+        Args:
+            epoch: the number of the epoch, from 0; each has another order if ``shuffle`` is True.
+        """
         if epoch != self._epoch:
             self._batches = None
         self._epoch = epoch

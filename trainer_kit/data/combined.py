@@ -137,7 +137,11 @@ class CombinedLoader:
         return combine(self.mode, leaves, self.join)
 
     def join(self, batches: Iterable[Batch]) -> Batch:
-        """Return one batch from each loader in the shape of ``iterables``."""
+        """Return one batch from each loader in the shape of ``iterables``.
+
+        Args:
+            batches: one for each loader, in the order in which the loaders are in ``iterables``, depth first.
+        """
         return tree_unflatten(batches, self._spec)
 
 

@@ -143,8 +143,20 @@ def _refuse_shared(streams: Mapping[str, Stream]) -> None:
 class Mixture(Stream):
     """The result of `mix`.
 
+    Args:
+        sources: the streams by name.
+        weights: as in `mix`, for every source; a constant weight is a float.
+        seed: as in `mix`.
+        until: as in `mix`.
+        key: as in `mix`.
+
     Attributes:
         sources: the streams by name.
+
+    Example:
+        >>> mixture = mix({"web": ["w0", "w1"], "code": ["c0"]}, weights={"web": 2, "code": 1}, until=3)
+        >>> type(mixture).__name__, list(mixture)
+        ('Mixture', ['w0', 'c0', 'w1'])
     """
 
     def __init__(

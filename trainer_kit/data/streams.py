@@ -138,6 +138,15 @@ class Stream(IterableDataset[Sample], ABC):
 
     Args:
         inputs: the streams that this one reads.
+
+    Example:
+        >>> from trainer_kit.data import shuffle
+        >>> stream = shuffle([10, 11, 12, 13])
+        >>> isinstance(stream, Stream)
+        True
+        >>> stream.set_epoch(1)
+        >>> sorted(stream)
+        [10, 11, 12, 13]
     """
 
     def __init__(self, *inputs: Stream) -> None:
@@ -169,7 +178,11 @@ class Stream(IterableDataset[Sample], ABC):
             yield from stream.leaves()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass; a Trainer does so."""
+        """Set the epoch of the next pass; a Trainer does so.
+
+        Args:
+            epoch: the number of the pass, from 0.
+        """
         self._epoch = epoch
 
     def __getstate__(self) -> dict[str, object]:
@@ -202,7 +215,11 @@ class Stream(IterableDataset[Sample], ABC):
         return self._pass.state_dict()
 
     def load_state_dict(self, state: SavedState) -> None:
-        """Begin the next pass at a position of `state_dict`."""
+        """Begin the next pass at a position of `state_dict`.
+
+        Args:
+            state: what `state_dict` returned, for the same number of workers.
+        """
         self._saved = state
         self._loaded_by = os.getpid()
 

@@ -60,6 +60,12 @@ class DummyOptim:
         lr: the learning rate, where the JSON has ``"auto"``.
         weight_decay: the weight decay, where the JSON has ``"auto"``.
         kwargs: further options of the optimizer, where the JSON has ``"auto"``.
+
+    Example:
+        >>> import torch
+        >>> optimizer = DummyOptim(torch.nn.Linear(2, 1).parameters(), lr=3e-4, betas=(0.9, 0.95))
+        >>> optimizer.lr, optimizer.kwargs
+        (0.0003, {'betas': (0.9, 0.95)})
     """
 
     def __init__(
@@ -87,6 +93,12 @@ class DummyScheduler:
         warmup_num_steps: optimizer steps of warmup, where the JSON has ``"auto"``.
         lr_scheduler_callable: refused: the JSON names the scheduler.
         kwargs: further options of the scheduler, where the JSON has ``"auto"``.
+
+    Example:
+        >>> import torch
+        >>> optimizer = DummyOptim(torch.nn.Linear(2, 1).parameters())
+        >>> DummyScheduler(optimizer, total_num_steps=1000, warmup_num_steps=100).warmup_num_steps
+        100
     """
 
     def __init__(
@@ -320,7 +332,11 @@ class DeepSpeedPlugin:
         self._transformers_config = integrations.HfDeepSpeedConfig(explicit)
 
     def show_running(self, config: dict[str, object]) -> None:
-        """Describe an engine that runs already: ``config`` is its own configuration, which `prepare` completes."""
+        """Describe an engine that runs already.
+
+        Args:
+            config: its own configuration, which `prepare` completes.
+        """
         self.deepspeed_config = config
         self.selected = True
 
@@ -350,7 +366,12 @@ class DeepSpeedPlugin:
             self._configure_transformers()
 
     def get_value(self, ds_key_long: str, default: object = None) -> Any:
-        """The value in the JSON at a key such as ``"zero_optimization.stage"``."""
+        """The value in the JSON at a key such as ``"zero_optimization.stage"``.
+
+        Args:
+            ds_key_long: the keys of the sections down to the value, joined by dots.
+            default: returned where the JSON has no such key.
+        """
         value: Any = self.deepspeed_config
         for key in ds_key_long.split("."):
             # A section may be missing, or be a path such as "optimizer": null.
@@ -360,7 +381,12 @@ class DeepSpeedPlugin:
         return value
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Whether the value in the JSON is ``"auto"``."""
+        """Whether the value in the JSON is ``"auto"``.
+
+        Args:
+            ds_key_long: the keys of the sections down to the value, joined by dots; False where the JSON has no such
+                key.
+        """
         return bool(self.get_value(ds_key_long) == "auto")
 
     def accelerator_arguments(self) -> Keywords:
@@ -377,13 +403,24 @@ class DeepSpeedPlugin:
     def select(self, _from_accelerator_state: bool = False) -> None:
         """Refused: the Accelerator selects one of several plugins.
 
+        Args:
+            _from_accelerator_state: not used.
+
         Raises:
             ConfigurationError: always.
         """
         raise refused("select")
 
     def batch_size(self, sizes: Sequence[int]) -> int | None:
-        """The batch size for DeepSpeed, given those of the loaders."""
+        """The batch size for DeepSpeed, given those of the loaders.
+
+        Args:
+            sizes: samples per micro-batch and rank, of each loader.
+
+        Returns:
+            The JSON's size if a loader has it or there is no loader, else the smallest of the loaders (with
+            ``is_train_batch_min=False`` the largest); None where neither has one.
+        """
         size_of_json = self.deepspeed_config.get(
             "train_micro_batch_size_per_gpu", "auto"
         )
@@ -398,7 +435,11 @@ class DeepSpeedPlugin:
         return max(sizes)
 
     def make_strategy(self, **options: object) -> Strategy:
-        """Make the strategy; ``options`` are further arguments of it."""
+        """Create the `DeepSpeedStrategy` of these options.
+
+        Args:
+            options: further arguments of the strategy, such as ``device``.
+        """
         strategy_class = STRATEGIES.get("deepspeed")
         engine = strategy_class(config=self.deepspeed_config, **options)
         # The strategy's own object, so that changes to the plugin before `prepare` reach it.

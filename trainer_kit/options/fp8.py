@@ -44,6 +44,10 @@ class AORecipeKwargs(FP8Recipe):
             all linear layers but the first and the last are replaced.
         pad_inner_dim: pad batches whose number of rows is not a multiple of 16; weight sizes must be multiples of 16.
         enable_fsdp_float8_all_gather: True is refused: it replaces the weights by objects that cannot be saved.
+
+    Example:
+        >>> AORecipeKwargs(module_filter_func=lambda layer, name: name != "head", pad_inner_dim=True).to_kwargs().keys()
+        dict_keys(['module_filter_func', 'pad_inner_dim'])
     """
 
     config: object = None
@@ -84,6 +88,10 @@ class TERecipeKwargs(FP8Recipe):
         amax_compute_algo: ``"max"`` or ``"most_recent"``.
         override_linear_precision: accepted if all are False.
         use_mxfp8_block_scaling: use ``MXFP8BlockScaling`` instead of delayed scaling.
+
+    Example:
+        >>> TERecipeKwargs(fp8_format="E4M3", amax_history_len=16).to_kwargs()
+        {'fp8_format': 'E4M3', 'amax_history_len': 16}
     """
 
     use_autocast_during_eval: bool = False
@@ -127,6 +135,14 @@ class MSAMPRecipeKwargs(FP8Recipe):
 
     Attributes:
         opt_level: ``"O1"`` or ``"O2"``.
+
+    Example:
+        >>> from trainer_kit import PrecisionError
+        >>> try:
+        ...     MSAMPRecipeKwargs().make_precision()
+        ... except PrecisionError as error:
+        ...     print(error.fix)
+        use AORecipeKwargs() or TERecipeKwargs(); for 8-bit optimizer states, tk.optimizer('adamw8bit', ...)
     """
 
     opt_level: Literal["O1", "O2"] = "O2"

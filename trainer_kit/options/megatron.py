@@ -124,7 +124,16 @@ class MegatronLMPlugin:
     def make_strategy(
         self, process_group_backend: str | None = None, **options: object
     ) -> Strategy:
-        """Make the strategy; ``options`` are further arguments of it."""
+        """Create the `MegatronStrategy` of these options.
+
+        Args:
+            process_group_backend: must be None: Megatron creates its own groups.
+            options: further arguments of the strategy, such as ``device``.
+
+        Raises:
+            ConfigurationError: a backend is given.
+            StrategyError: megatron-core is not installed.
+        """
         if process_group_backend is not None:
             raise ConfigurationError(
                 "Megatron creates its own groups",

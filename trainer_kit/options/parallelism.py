@@ -31,6 +31,11 @@ class TorchTensorParallelConfig:
 
     Attributes:
         enable_async_tp: accepted without effect: matmuls and communication do not overlap.
+
+    Example:
+        >>> config = ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(enable_async_tp=True))
+        >>> config.tp_enabled
+        True
     """
 
     enable_async_tp: bool = False
@@ -43,6 +48,11 @@ class TorchContextParallelConfig:
     Attributes:
         cp_comm_strategy: "allgather" or "alltoall", accepted without effect: where the axis size divides the number of
             heads, an all-to-all exchanges tokens for heads; elsewhere keys and values are gathered.
+
+    Example:
+        >>> config = ParallelismConfig(cp_size=2, cp_handler=TorchContextParallelConfig("alltoall"))
+        >>> config.cp_enabled
+        True
     """
 
     cp_comm_strategy: str | None = None
@@ -197,7 +207,7 @@ class ParallelismConfig:
     def make_strategy(
         self, fsdp: FullyShardedDataParallelPlugin | None = None, **options: object
     ) -> Strategy:
-        """Make the mesh strategy.
+        """Create the mesh strategy.
 
         Args:
             fsdp: options for sharding parameters along the data and context axes.
@@ -241,8 +251,12 @@ class TorchTensorParallelPlugin:
 
     Attributes:
         tp_size: the number of ranks that split each layer.
-        torch_device_mesh: refused: the Accelerator makes the mesh.
+        torch_device_mesh: refused: the Accelerator creates the mesh.
         plan: as in `ParallelismConfig`.
+
+    Example:
+        >>> TorchTensorParallelPlugin(tp_size=2).as_config().active_mesh_dims
+        ['dp_replicate', 'tp']
     """
 
     tp_size: int = 1

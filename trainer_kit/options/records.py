@@ -86,6 +86,10 @@ class AutocastKwargs(KwargsHandler):
     Attributes:
         enabled: False turns it off inside ``accelerator.autocast``.
         cache_enabled: keep the casted weights within one autocast; None: torch's default.
+
+    Example:
+        >>> AutocastKwargs(cache_enabled=False).to_kwargs()
+        {'cache_enabled': False}
     """
 
     enabled: bool = True
@@ -148,6 +152,12 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     Raises:
         ConfigurationError: a value of the wrong type, a bucket size that is not positive, or an unknown hook.
+
+    Example:
+        >>> DistributedDataParallelKwargs(find_unused_parameters=True, comm_hook="bf16").to_kwargs()
+        {'find_unused_parameters': True}
+        >>> DistributedDataParallelKwargs(comm_hook="bf16").exchange()["ddp_comm_hook"]
+        'bf16'
     """
 
     dim: int = 0
@@ -214,6 +224,10 @@ class GradScalerKwargs(KwargsHandler):
 
     Raises:
         ConfigurationError: a value that cannot work.
+
+    Example:
+        >>> GradScalerKwargs(init_scale=1024.0, growth_interval=500).to_kwargs()
+        {'init_scale': 1024.0, 'growth_interval': 500}
     """
 
     init_scale: float = 65536.0
@@ -245,6 +259,10 @@ class InitProcessGroupKwargs(KwargsHandler):
 
     Raises:
         ConfigurationError: another init method, or a timeout that is not a positive timedelta.
+
+    Example:
+        >>> InitProcessGroupKwargs(backend="gloo", timeout=timedelta(minutes=5)).to_kwargs()
+        {'backend': 'gloo', 'timeout': datetime.timedelta(seconds=300)}
     """
 
     backend: str | None = None
@@ -277,6 +295,11 @@ class ProfileKwargs(KwargsHandler):
 
     Raises:
         ConfigurationError: a value of the wrong type, an unknown activity, or a schedule that torch refuses.
+
+    Example:
+        >>> record = ProfileKwargs(activities=["cpu"], schedule_option={"wait": 1, "warmup": 1, "active": 3})
+        >>> record.torch_activities()
+        [<ProfilerActivity.CPU: 0>]
     """
 
     activities: list[str] | None = None
@@ -340,6 +363,10 @@ class DataLoaderConfiguration:
             ``torch.manual_seed`` before the loader is prepared.
         non_blocking: copy batches to an accelerator asynchronously.
         use_stateful_dataloader: accepted without effect: a saved state always has the positions of the loaders.
+
+    Example:
+        >>> DataLoaderConfiguration(split_batches=True, data_seed=7)
+        DataLoaderConfiguration(split_batches=True, ..., data_seed=7, ...)
     """
 
     split_batches: bool = False
@@ -365,6 +392,11 @@ class ProjectConfiguration:
         total_limit: how many of these checkpoints to keep.
         iteration: the number of the next checkpoint.
         save_on_each_node: accepted without effect: all machines share one storage.
+
+    Example:
+        >>> record = ProjectConfiguration("runs", automatic_checkpoint_naming=True, total_limit=2)
+        >>> record.project_path, record.logging_path
+        ('runs', 'runs')
     """
 
     project_dir: str | os.PathLike[str] | None = None
@@ -382,7 +414,12 @@ class ProjectConfiguration:
     def set_directories(
         self, project_dir: str | os.PathLike[str] | None = None
     ) -> None:
-        """Write to ``project_dir``."""
+        """Write to ``project_dir``.
+
+        Args:
+            project_dir: the directory of checkpoints, and of trackers if ``logging_dir`` was never set; None: no
+                directory.
+        """
         self.project_dir = project_dir
         # Only once, as in Accelerate: a later project_dir does not move the trackers.
         if self.logging_dir is None:
@@ -471,6 +508,12 @@ class FullyShardedDataParallelPlugin:
         state_dict_type: accepted without effect: a checkpoint loads under any strategy.
         state_dict_config: accepted without effect.
         optim_state_dict_config: accepted without effect.
+
+    Example:
+        >>> plugin = FullyShardedDataParallelPlugin(
+        ...     sharding_strategy="SHARD_GRAD_OP", auto_wrap_policy="size_based_wrap", min_num_params=1_000_000)
+        >>> plugin.arguments()
+        {'sharding_strategy': 'SHARD_GRAD_OP', 'auto_wrap_policy': 1000000}
     """
 
     serves_alone: ClassVar[bool] = False
@@ -512,12 +555,20 @@ class FullyShardedDataParallelPlugin:
                 )
 
     def make_strategy(self, **options: object) -> Strategy:
-        """Make the strategy; ``options`` are further arguments of it."""
+        """Create the `FSDPStrategy` of these options.
+
+        Args:
+            options: further arguments of the strategy, such as ``device``.
+        """
         strategy: Strategy = STRATEGIES.get("fsdp")(**self.arguments(), **options)
         return strategy
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Accepted: the units of a model are found when it is prepared."""
+        """Accepted: the units of a model are found when it is prepared.
+
+        Args:
+            model: not used.
+        """
 
     def arguments(self) -> Keywords:
         """The arguments of `FSDPStrategy`."""
@@ -579,6 +630,10 @@ class GradientAccumulationPlugin(KwargsHandler):
         fixed_divisor: divide each loss by ``num_steps`` and correct nothing, as Accelerate does: for losses that the
             script multiplies by ``num_steps`` and divides by the tokens of the whole window. False: the gradient is
             the mean over the samples of the window.
+
+    Example:
+        >>> GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False).to_kwargs()
+        {'num_steps': 4, 'sync_with_dataloader': False}
     """
 
     num_steps: int = 1
@@ -604,6 +659,10 @@ class TorchDynamoPlugin(KwargsHandler):
         options: options of the backend.
         disable: do nothing.
         use_regional_compilation: compile each repeated block once, instead of the whole model.
+
+    Example:
+        >>> TorchDynamoPlugin(backend="INDUCTOR", mode="reduce-overhead").to_kwargs()
+        {'backend': 'inductor', 'mode': 'reduce-overhead'}
     """
 
     backend: str = "no"

@@ -79,6 +79,15 @@ class Plan:
         script: the command line of the script; empty for a call in a program.
         notes: the assumptions, as text.
         seconds: how long the search took.
+
+    Example:
+        >>> import torch
+        >>> from trainer_kit import Trainer
+        >>> from trainer_kit.testing import TinyModule
+        >>> plan = Trainer(barebones=True).plan(TinyModule(), [torch.randn(4, 32)], world=2, device="h200",
+        ...                                     strategies=["fsdp"], precisions=["32-true"])
+        >>> plan.command(plan.best())
+        'python train.py'
     """
 
     question: Question
@@ -89,7 +98,14 @@ class Plan:
     seconds: float
 
     def best(self, world: int | None = None) -> Row | None:
-        """The fastest configuration that fits on this number of ranks; None: on the first number with one."""
+        """The fastest configuration that fits.
+
+        Args:
+            world: the number of ranks; None: the first number of the search with a configuration that fits.
+
+        Returns:
+            Its row; None where no configuration is known to fit.
+        """
         worlds = self.question.worlds
         if world is not None:
             worlds = (world,)
@@ -103,13 +119,21 @@ class Plan:
         return [row for row in self.rows if row.candidate.world == world]
 
     def trainer_line(self, row: Row) -> str:
-        """The ``Trainer(...)`` of a row; other arguments stay as they are."""
+        """The ``Trainer(...)`` of a row; other arguments stay as they are.
+
+        Args:
+            row: one of ``rows``.
+        """
         arguments = _arguments(row.candidate, self.question)
         pairs = ", ".join(f"{name}={value}" for name, value in arguments.items())
         return f"Trainer({pairs})"
 
     def command(self, row: Row) -> str:
-        """The command that starts a row, on each machine."""
+        """The command that starts a row, on each machine.
+
+        Args:
+            row: one of ``rows``.
+        """
         machines = _machines(row.candidate, self.question)
         script = self.script or "train.py"
         if machines == 1:

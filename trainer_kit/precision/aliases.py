@@ -46,7 +46,7 @@ WORDS: Final = (*NAMES, *_VENDORS)
 
 
 def make_precision(name: str | int, device_type: str | None = None) -> Precision:
-    """Make the precision of a word of Lightning or Accelerate.
+    """Create the precision of a word of Lightning or Accelerate.
 
     Args:
         name: one of `WORDS`.

@@ -67,7 +67,14 @@ class ConvertedPrecision(Precision):
         self._unchecked: torch.device | None = None
 
     def check_vendor(self, device: torch.device) -> None:
-        """Raise a PrecisionError where the vendor's kernels do not run on this device. Default: they do."""
+        """Raise a PrecisionError where the vendor's kernels do not run on this device. Default: they do.
+
+        Args:
+            device: the device of this rank.
+
+        Raises:
+            PrecisionError: with the reason.
+        """
 
     @abstractmethod
     def options(self) -> str:
@@ -75,7 +82,12 @@ class ConvertedPrecision(Precision):
 
     @abstractmethod
     def exchange(self, module: nn.Module, exempt: list[str]) -> None:
-        """Exchange layers in place, but those in modules named in ``exempt``."""
+        """Exchange layers in place, but those in modules named in ``exempt``.
+
+        Args:
+            module: the whole module.
+            exempt: the names of the modules whose layers stay.
+        """
 
     def check(self, device: torch.device, engine: str) -> None:
         """Raise a PrecisionError where this precision cannot run."""

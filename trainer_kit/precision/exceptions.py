@@ -45,6 +45,13 @@ class ModulePrecision:
         dtype: of its inputs, and of its parameters where whole models are cast.
         output_dtype: of its outputs; None: the dtype of the rest where whole models are cast, else they are not cast.
             ``ModulePrecision(torch.float32, torch.float32)`` on a head passes float32 logits to the loss.
+
+    Example:
+        >>> from trainer_kit.precision import TruePrecision
+        >>> head = ModulePrecision(torch.float32, output_dtype=torch.float32)
+        >>> precision = TruePrecision(torch.bfloat16, exceptions={"head": head})
+        >>> precision.exceptions["head"].output_dtype
+        torch.float32
     """
 
     dtype: torch.dtype

@@ -95,7 +95,12 @@ class NativePrecision(Precision):
     def convert_with(
         self, module: nn.Module, exceptions: Sequence[_ExceptedModule]
     ) -> None:
-        """As `convert_module`, with these exceptions."""
+        """As `convert_module`, with these exceptions.
+
+        Args:
+            module: the whole module, changed in place.
+            exceptions: for each module in another dtype its name, itself and its precision.
+        """
 
     def separately_gathered_modules(self, module: nn.Module) -> list[nn.Module]:
         """The exceptions."""
@@ -461,7 +466,7 @@ def _bits(dtype: object, supported: Mapping[torch.dtype, str], class_name: str) 
 def native_precision(
     name: str, device_type: str | None = None
 ) -> MixedPrecision | TruePrecision:
-    """Make the precision of a word in `NAMES`.
+    """Create the precision of a word in `NAMES`.
 
     Args:
         name: the word.
@@ -491,7 +496,7 @@ class _ScalerView:
         selected: the parameters whose gradients GradScaler reads; None for all.
 
     Attributes:
-        groups: the number of parameter groups when this was made.
+        groups: the number of parameter groups when this was created.
     """
 
     def __init__(

@@ -39,6 +39,18 @@ class Precision(ABC):
 
     The Trainer and the Accelerator call these methods; a strategy that steps by itself calls `hand_over`. Every default
     leaves modules, batches, losses and gradients as they are.
+
+    Example:
+        >>> class BFloat16Weights(Precision):
+        ...     name = "bf16-weights"
+        ...     converts_batch = True
+        ...     def convert_module(self, module):
+        ...         module.bfloat16()
+        ...     def convert_batch(self, batch):
+        ...         return batch.bfloat16()
+        >>> from trainer_kit import Trainer
+        >>> Trainer(precision=BFloat16Weights(), logger=False).precision
+        'bf16-weights'
     """
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -85,17 +97,31 @@ class Precision(ABC):
 
     @abstractmethod
     def convert_module(self, module: nn.Module) -> None:
-        """Cast parameters and buffers, in place."""
+        """Cast parameters and buffers, in place.
+
+        Args:
+            module: the whole module, before the strategy places or shards it.
+        """
 
     def separately_gathered_modules(self, module: nn.Module) -> list[nn.Module]:
         """The modules whose parameters an engine must gather as they are stored, each by itself.
 
         These are exceptions in another dtype, and layers with quantized weights. Default: none.
+
+        Args:
+            module: the module that `convert_module` got.
         """
         return []
 
     def convert_batch(self, batch: Batch) -> Batch:
-        """Cast the floating-point tensors of a batch; called only where `converts_batch` is true."""
+        """Cast the floating-point tensors of a batch; called only where `converts_batch` is true.
+
+        Args:
+            batch: what the loader yields, in any nesting, on the device.
+
+        Returns:
+            The batch that ``on_after_batch_transfer`` and the step get.
+        """
         return batch
 
     def forward_context(self) -> AbstractContextManager[object] | None:
@@ -115,14 +141,27 @@ class Precision(ABC):
         """
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss on which backward is called."""
+        """The loss on which backward is called.
+
+        Args:
+            loss: a tensor of one element with its graph, weighted in its accumulation window.
+        """
         return loss
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Divide the gradients of an optimizer by the scale, in place, once a step."""
+        """Divide the gradients of an optimizer by the scale, in place, once a step.
+
+        Args:
+            optimizer: the optimizer that is about to step; a second call before its step changes nothing.
+        """
 
     def optimizer_step(self, optimizer: Optimizer, step: Callable[[], object]) -> bool:
-        """Run ``step`` unless gradients overflowed; returns whether it ran."""
+        """Run ``step`` unless gradients overflowed; returns whether it ran.
+
+        Args:
+            optimizer: the optimizer that ``step`` steps.
+            step: takes no argument; its result is ignored.
+        """
         step()
         return True
 
@@ -130,6 +169,9 @@ class Precision(ABC):
         """Called after a step of one of these optimizers: adapt the scale, unless another one has yet to step.
 
         Called in custom training loops, where the user's code does not call `end_step`.
+
+        Args:
+            optimizers: all optimizers of the loop.
         """
 
     def end_step(self) -> None:
@@ -143,4 +185,8 @@ class Precision(ABC):
         return {}
 
     def load_state_dict(self, state: SavedState) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore what `state_dict` returned.
+
+        Args:
+            state: plain data and tensors; empty if the checkpoint is of a run without a loss scale.
+        """

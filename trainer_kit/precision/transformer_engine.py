@@ -49,6 +49,13 @@ class TransformerEnginePrecision(ConvertedPrecision):
 
     Raises:
         PrecisionError: it is not installed, or the GPU has no fp8.
+
+    Example:
+        >>> from trainer_kit.core.errors import PrecisionError
+        >>> try:
+        ...     precision = TransformerEnginePrecision("bf16-mixed", {"fp8_format": "HYBRID"}, exceptions=["head"])
+        ... except PrecisionError as error:  # without an NVIDIA GPU, or without the package
+        ...     assert error.fix
     """
 
     def __init__(

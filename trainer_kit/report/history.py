@@ -79,6 +79,9 @@ class History:
     def read_fit(trainer: Session) -> History:
         """The values of a Trainer's last fit.
 
+        Args:
+            trainer: the Trainer; its journal is read at this call.
+
         Raises:
             ConfigurationError: the Trainer has no logger, so there is no journal.
         """
@@ -245,6 +248,9 @@ class InlineReport:
     @staticmethod
     def locate(trainer: Session) -> InlineReport:
         """The page of a Trainer's run.
+
+        Args:
+            trainer: the Trainer; the page need not exist yet.
 
         Raises:
             ConfigurationError: the Trainer has no logger, so there is no page.

@@ -68,6 +68,13 @@ class DDPStrategy(Strategy):
         process_group_backend: ``"gloo"``, ``"nccl"``, …; by default torch's choice for the device.
         timeout: the limit for one collective.
         process_group: torch's group of the ranks that train together in a custom training loop; by default all ranks.
+
+    Example:
+        >>> from trainer_kit import Trainer
+        >>> strategy = DDPStrategy(find_unused_parameters=True)
+        >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
+        >>> trainer.strategy.name, trainer.num_devices
+        ('ddp', 2)
     """
 
     world: ProcessGroup

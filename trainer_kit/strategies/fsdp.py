@@ -105,6 +105,14 @@ class FSDPStrategy(Strategy):
         ignored_modules: modules that are not sharded, or a regular expression of their names.
         process_group_backend: ``"gloo"``, ``"nccl"``, …; by default torch's choice for the device.
         timeout: the limit for one collective.
+
+    Example:
+        >>> from trainer_kit import Trainer
+        >>> blocks = [torch.nn.TransformerEncoderLayer]
+        >>> strategy = FSDPStrategy(sharding_strategy="SHARD_GRAD_OP", auto_wrap_policy=blocks)
+        >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
+        >>> trainer.strategy.name, trainer.num_devices
+        ('fsdp', 2)
     """
 
     name = "fsdp"
@@ -233,14 +241,23 @@ class FSDPStrategy(Strategy):
         )
 
     def use_group(self, group: ProcessGroup, mesh: DeviceMesh) -> None:
-        """Shard over the ranks of another strategy's mesh, in place of `start`."""
+        """Shard over the ranks of another strategy's mesh, in place of `start`.
+
+        Args:
+            group: the ranks that shard, and that get different batches.
+            mesh: their axes: one to shard over, or two (replicas, shards).
+        """
         self.world = group
         self.data = group
         self.losses = group
         self.mesh = mesh
 
     def use_initial_weights(self, weights: InitialWeights) -> None:
-        """Take the weights that were read before another strategy sharded the module."""
+        """Take the weights that were read before another strategy sharded the module.
+
+        Args:
+            weights: the initial values on rank 0, from which every rank gets its part.
+        """
         self.weights = weights
 
     def _shape(self, ranks: int) -> tuple[int, ...] | DeviceMesh:

@@ -318,6 +318,10 @@ class MeshStrategy(Strategy):
 
         Stages come first, because each later transform changes only the stages of this rank. Recomputation runs
         around split layers. Data sharding comes last, because it shards the parts that the other axes leave on a rank.
+
+        Args:
+            module: the module, before it is sharded.
+            precision: the precision of the run.
         """
         # A pipeline needs no plan of its own: blocks are found by their container.
         plan = self._find_plan(module)

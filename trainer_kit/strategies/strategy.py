@@ -57,7 +57,14 @@ class Strategy(ABC):
     attribute here (`sharded`, `lockstep`, `owns_step`, …), declared by the engine; the loop never compares names.
 
     Args:
-        device: the device of this rank; a registered word makes the strategy with it.
+        device: the device of this rank; a registered word creates the strategy with it.
+
+    Example:
+        >>> from trainer_kit import Trainer
+        >>> from trainer_kit.strategies import SingleDeviceStrategy
+        >>> trainer = Trainer(strategy=SingleDeviceStrategy("cpu"), logger=False)
+        >>> isinstance(trainer.strategy, Strategy), trainer.strategy.device
+        (True, device(type='cpu'))
     """
 
     never_called: ClassVar[Mapping[str, str]] = {
@@ -147,7 +154,11 @@ class Strategy(ABC):
         return html_arguments(self)
 
     def use_device(self, device: torch.device) -> None:
-        """Compute on this device; called before `start`."""
+        """Compute on this device; called before `start`.
+
+        Args:
+            device: the device of this rank.
+        """
         self.device = device
 
     world: Group
@@ -180,6 +191,12 @@ class Strategy(ABC):
     def places(self, processes: int) -> Mapping[str, int]:
         """The size of each axis with so many processes; called before any process is started.
 
+        Args:
+            processes: the number of processes over all nodes.
+
+        Returns:
+            The sizes by the names of the axes; empty for a strategy without a mesh.
+
         Raises:
             StrategyError: the sizes do not fit so many processes.
         """
@@ -191,11 +208,20 @@ class Strategy(ABC):
         return self.device
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for every rank (Lightning's ``trainer.strategy.barrier()``)."""
+        """Wait for every rank (Lightning's ``trainer.strategy.barrier()``).
+
+        Args:
+            name: accepted for compatibility with Lightning; not used.
+        """
         self.world.barrier()
 
     def broadcast(self, value: object, src: int = 0) -> Any:
-        """The value of rank ``src``, on every rank (Lightning's ``trainer.strategy.broadcast(value)``)."""
+        """The value of rank ``src``, on every rank (Lightning's ``trainer.strategy.broadcast(value)``).
+
+        Args:
+            value: a tensor, which is overwritten in place on the other ranks, or one small picklable value.
+            src: the rank whose value it is, over all nodes.
+        """
         return self.world.broadcast(value, src)
 
     def reduce(
@@ -296,7 +322,14 @@ class Strategy(ABC):
         return None
 
     def check_precision(self, precision: Precision) -> None:
-        """Raise a `PrecisionError` where this engine, or its device, cannot run a precision."""
+        """Raise a `PrecisionError` where this engine, or its device, cannot run a precision.
+
+        Args:
+            precision: the precision of the run.
+
+        Raises:
+            PrecisionError: with the reason, and a precision that runs here.
+        """
         reason = self.refused_precisions.get(precision.name)
         if reason is not None:
             raise PrecisionError(
@@ -329,29 +362,57 @@ class Strategy(ABC):
         return torch.device(self.device)
 
     def building(self, module: nn.Module) -> AbstractContextManager[object]:
-        """The context in which ``configure_model`` of this module runs. Default: `init_context`."""
+        """The context in which ``configure_model`` of this module runs. Default: `init_context`.
+
+        Args:
+            module: the module that is about to build its layers.
+        """
         return self.init_context()
 
     def place_module(self, module: nn.Module, precision: Precision) -> None:
-        """Move a module to where it runs, for evaluation alone."""
+        """Move a module to where it runs, for evaluation alone.
+
+        Args:
+            module: the module, changed in place.
+            precision: the precision of the run, which has already converted the module.
+        """
         module.to(self.device)
 
     def prepare_module(
         self, module: nn.Module, manual: bool, precision: Precision
     ) -> None:
-        """Move, shard and wrap a module for training. ``manual``: the user's code calls backward."""
+        """Move, shard and wrap a module for training.
+
+        Args:
+            module: the module, changed in place.
+            manual: whether the user's code calls backward (manual optimization).
+            precision: the precision of the run, which has already converted the module.
+        """
         self.place_module(module, precision)
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
-        """Move, shard and wrap a module of a custom training loop; returns what that loop calls."""
+        """Move, shard and wrap a module of a custom training loop; returns what that loop calls.
+
+        Args:
+            module: the user's module.
+            precision: the precision of the Accelerator, which has already converted the module.
+        """
         self.prepare_module(module, False, precision)
         return module
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
-        """Point parameter groups at what `prepare_module` made of the parameters. Default: the same objects."""
+        """Point parameter groups at what `prepare_module` made of the parameters. Default: the same objects.
+
+        Args:
+            optimizer: an optimizer of the module's original parameters, changed in place.
+        """
 
     def finish(self, module: nn.Module) -> None:
-        """Called once after the last step of a fit that was not interrupted. Default: nothing to do."""
+        """Called once after the last step of a fit that was not interrupted. Default: nothing to do.
+
+        Args:
+            module: the trained module.
+        """
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -368,25 +429,49 @@ class Strategy(ABC):
     def bind(self, method: StepMethod, several: bool) -> StepMethod:
         """How a step method of the module is called in training: through the wrapper, where there is one.
 
-        ``several``: each micro-batch has several backward passes (named losses).
+        Args:
+            method: the bound ``training_step``, or what calls it.
+            several: whether each micro-batch has several backward passes (named losses).
+
+        Returns:
+            A callable with the same arguments and result.
         """
         return method
 
     def bind_evaluation(self, method: StepMethod, whole: bool = False) -> StepMethod:
         """How a step method of the module is called in validation, test and prediction.
 
-        ``whole``: batches have not been through `shard_batch`.
+        Args:
+            method: the bound step, such as ``validation_step``, or what calls it.
+            whole: whether batches have not been through `shard_batch`.
+
+        Returns:
+            A callable with the same arguments and result.
         """
         return method
 
     def bind_backward(
         self, backward: Callable[..., None] | None
     ) -> Callable[..., None] | None:
-        """How backward runs. ``backward`` is the module's override; None means ``loss.backward``."""
+        """How backward runs.
+
+        Args:
+            backward: the module's override of ``backward``; None: ``loss.backward``.
+
+        Returns:
+            A callable with the loss and the options of ``Tensor.backward``; None: ``loss.backward``.
+        """
         return backward
 
     def bind_step(self, optimizer: Optimizer) -> StepMethod:
-        """How this optimizer is stepped."""
+        """How this optimizer is stepped.
+
+        Args:
+            optimizer: an optimizer that `prepare_optimizer` got.
+
+        Returns:
+            A callable like ``optimizer.step``, with an optional closure.
+        """
         return optimizer.step
 
     def forward_backward(self, micro: MicroSteps) -> None:
@@ -394,6 +479,9 @@ class Strategy(ABC):
 
         The engine decides the order of micro-batches and when gradients are reduced. Call ``begin``, ``forward``,
         ``backward`` (where there is a loss) and ``end`` once for each index. Default: one after the other.
+
+        Args:
+            micro: the micro-batches of the window, with the calls that run them.
         """
         for index in range(micro.count):
             micro.begin(index)
@@ -413,10 +501,17 @@ class Strategy(ABC):
         """Average over the ranks the gradients that were computed in `without_exchange`. Default: nothing to do."""
 
     def arm(self, loss: Tensor) -> None:
-        """Called in manual optimization before the backward of ``loss``, which is to reduce gradients."""
+        """Called in manual optimization before the backward of ``loss``, which is to reduce gradients.
+
+        Args:
+            loss: a tensor of one element with its graph, weighted and scaled.
+        """
 
     def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """Finish the reduction after the last backward of a custom training loop's window; every rank must call it.
+
+        Args:
+            optimizer: the optimizer that is about to step.
 
         Returns:
             The gradients that the engine keeps for this optimizer. Called only where `completes_gradients` is true.
@@ -430,31 +525,67 @@ class Strategy(ABC):
         algorithm: str,
         norm_type: float = 2.0,
     ) -> Tensor | None:
-        """Clip unscaled gradients over all ranks: by ``"norm"``, whose value before is returned, or by ``"value"``."""
+        """Clip unscaled gradients over all ranks: by ``"norm"``, whose value before is returned, or by ``"value"``.
+
+        Args:
+            parameters: the parameters whose gradients are clipped, in place; those without a gradient are skipped.
+            value: the largest total norm, or the largest absolute value of an element.
+            algorithm: ``"norm"`` or ``"value"``.
+            norm_type: the p of the norm; ``inf`` for the largest absolute value.
+
+        Returns:
+            The total norm before clipping, a tensor of one element on the device; None when clipping by value.
+
+        Raises:
+            ConfigurationError: the algorithm is unknown.
+        """
         return clip_gradients(parameters, value, algorithm, norm_type)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
     def module_state(self, module: nn.Module) -> StateDict:
-        """The module's ``state_dict`` under the names that it has without any engine; every rank must call it."""
+        """The module's ``state_dict`` under the names that it has without any engine; every rank must call it.
+
+        Args:
+            module: a module that was placed, prepared or wrapped.
+
+        Returns:
+            Tensors by name: whole ones, or this rank's parts where `sharded` is true.
+        """
         return plain_state(module)
 
     def load_module_state(
         self, module: nn.Module, state: SavedState, strict: bool
     ) -> None:
-        """Restore the `module_state` of any strategy, as ``load_state_dict`` does, from whole tensors or parts."""
+        """Restore the `module_state` of any strategy, as ``load_state_dict`` does, from whole tensors or parts.
+
+        Args:
+            module: a module that was placed, prepared or wrapped, changed in place.
+            state: tensors by the names of `module_state`.
+            strict: whether the names must match exactly.
+        """
         load_module_parts(module, state, strict)
 
     def optimizer_state(
         self, optimizer: Optimizer
     ) -> tuple[list[list[nn.Parameter]], States]:
-        """The module's own parameters in each group, and the state of each; every rank must call it."""
+        """The module's own parameters in each group, and the state of each; every rank must call it.
+
+        Args:
+            optimizer: an optimizer that `prepare_optimizer` got.
+        """
         return optimizer_state(optimizer)
 
     def load_optimizer_state(
         self, optimizer: Optimizer, groups: GroupOptions, state: States
     ) -> None:
-        """Restore the options of each group and the state of each parameter, from whole tensors or parts."""
+        """Restore the options of each group and the state of each parameter, from whole tensors or parts.
+
+        Args:
+            optimizer: an optimizer that `prepare_optimizer` got, changed in place.
+            groups: the options of each of its groups, in their order, without parameters.
+            state: by parameter, its state by the optimizer's names; a parameter that is missing has none.
+        """
         load_optimizer_state(optimizer, groups, shard_optimizer_state(state))
 
     def own_state(self) -> AbstractContextManager[object]:
@@ -462,7 +593,11 @@ class Strategy(ABC):
         return nullcontext()
 
     def held_elsewhere(self, module: nn.Module) -> Collection[str]:
-        """Names of `module_state` that only other ranks hold: this rank does not read them from a checkpoint."""
+        """Names of `module_state` that only other ranks hold: this rank does not read them from a checkpoint.
+
+        Args:
+            module: a module that was placed, prepared or wrapped.
+        """
         return ()
 
     def names_on_all_ranks(self) -> Sequence[str] | None:
@@ -470,7 +605,11 @@ class Strategy(ABC):
         return None
 
     def shared_names(self, module: nn.Module) -> Mapping[str, str]:
-        """The name in checkpoints of each parameter that another rank holds under another name."""
+        """The name in checkpoints of each parameter that another rank holds under another name.
+
+        Args:
+            module: a module that was placed, prepared or wrapped.
+        """
         return {}
 
     @property
@@ -479,7 +618,11 @@ class Strategy(ABC):
         return False
 
     def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Inside, every data rank has the buffers of data rank 0; afterwards its own again."""
+        """Inside, every data rank has the buffers of data rank 0; afterwards its own again.
+
+        Args:
+            module: the module of the run.
+        """
         return nullcontext()
 
 

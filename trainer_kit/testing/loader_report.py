@@ -24,6 +24,10 @@ class LoaderCheck:
         status: ``"ok"``, ``"fails"``, ``"refused"`` (an error says before the first step that the loader cannot do
             this) or ``"not checked"``.
         text: what was compared, the first difference, or the reason.
+
+    Example:
+        >>> print(LoaderCheck("new epoch", 0, 1, "ok", "1 epoch, 3 batches"))
+        ok          workers=0 ranks=1   new epoch      1 epoch, 3 batches
     """
 
     name: str

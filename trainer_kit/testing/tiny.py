@@ -37,24 +37,48 @@ class TinyModule(TrainModule):
         self.layer = nn.Linear(32, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's output, shape (n, 2), for ``x`` of shape (n, 32)."""
+        """The layer's output.
+
+        Args:
+            x: float32, shape (n, 32).
+
+        Returns:
+            float32, shape (n, 2).
+        """
         output: Tensor = self.layer(x)
         return output
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """The loss of one batch."""
+        """The loss of one batch.
+
+        Args:
+            batch: float32, shape (n, 32).
+            batch_idx: not used.
+        """
         return self._loss("train_loss", batch)
 
     def validation_step(
         self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0
     ) -> Tensor:
-        """The loss of one batch, of any of several loaders."""
+        """The loss of one batch, of any of several loaders.
+
+        Args:
+            batch: float32, shape (n, 32).
+            batch_idx: not used.
+            dataloader_idx: not used.
+        """
         return self._loss("val_loss", batch)
 
     def test_step(
         self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0
     ) -> Tensor:
-        """The loss of one batch, of any of several loaders."""
+        """The loss of one batch, of any of several loaders.
+
+        Args:
+            batch: float32, shape (n, 32).
+            batch_idx: not used.
+            dataloader_idx: not used.
+        """
         return self._loss("test_loss", batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

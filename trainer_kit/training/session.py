@@ -508,11 +508,19 @@ class Session:
         """Request the end of training after this step; the reason is logged.
 
         A request before ``min_epochs`` and ``min_steps`` is granted when both are reached.
+
+        Args:
+            reason: for logs and reports, such as ``"val_loss flat for 5 evaluations"``; the first of several reasons
+                stays.
         """
         self.requests.ask_stop(reason)
 
     def withdraw_stop(self, reason: str) -> None:
-        """Withdraw a stop request that is not granted yet; a request for another reason stays."""
+        """Withdraw a stop request that is not granted yet; a request for another reason stays.
+
+        Args:
+            reason: the text that was passed to `stop`.
+        """
         self.requests.withdraw_stop(reason)
 
     def request_checkpoint(
@@ -531,7 +539,11 @@ class Session:
             self.requests.ask_checkpoint(reason, request)
 
     def request_validation(self, reason: str) -> None:
-        """Request validation after this step."""
+        """Request validation after this step.
+
+        Args:
+            reason: for logs and reports.
+        """
         self.requests.ask_validation(reason)
 
     @property
@@ -746,7 +758,11 @@ class Session:
         return self.metrics.callback_metrics()
 
     def logged_at(self, name: str) -> int:
-        """The step whose weights the latest value of ``name`` in ``callback_metrics`` describes."""
+        """The step whose weights the latest value of ``name`` in ``callback_metrics`` describes.
+
+        Args:
+            name: of a logged value; the present step is returned for a name that was never logged.
+        """
         return self.metrics.logged_at(name)
 
     @property
@@ -767,6 +783,10 @@ class Session:
 
         A value named ``step`` sets the step of the other values, as in Lightning. Values of the present training step
         get its ``epoch``; those with another step do not, for that step may belong to another epoch.
+
+        Args:
+            metrics: numbers, or tensors of one element, by name.
+            step: the x-axis of a chart; None: completed optimizer steps.
         """
         if metrics and self.is_global_zero:
             self.logged_values.log(metrics, step, self.state_verb)
@@ -820,13 +840,33 @@ class Session:
     # -- in a step -----------------------------------------------------------------------------------------------
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward in manual optimization."""
+        """Run backward in manual optimization.
+
+        Args:
+            loss: a tensor of one element with its graph.
+            args: of the module's ``backward``, after the loss.
+            kwargs: of the module's ``backward``, such as ``retain_graph=True``.
+
+        Raises:
+            ConfigurationError: no fit runs, or it steps the optimizers itself.
+        """
         manual_stepper(self.run).backward(loss, *args, **kwargs)
 
     def clip_gradients(
         self, optimizer: object, value: float | None, algorithm: str | None
     ) -> None:
-        """Unscale and clip the gradients of one optimizer; None: use the Trainer's value or algorithm."""
+        """Unscale and clip the gradients of one optimizer.
+
+        Args:
+            optimizer: an optimizer, or its proxy, as ``module.optimizers()`` returns it.
+            value: the largest total norm, or the largest absolute value of an element; None: the Trainer's, and nothing
+                is
+                clipped if that is None, too.
+            algorithm: ``"norm"`` or ``"value"``; None: the Trainer's.
+
+        Raises:
+            ConfigurationError: this is not an optimizer.
+        """
         clip, strategy = self.settings.clip, self.strategy
         clip_optimizer_gradients(
             optimizer, value, algorithm, clip, strategy, self.precision_plugin
@@ -913,7 +953,12 @@ class Session:
         }
 
     def print(self, *values: object, **options: Any) -> None:
-        """Print on rank 0, without tearing the progress bar."""
+        """Print on rank 0, without tearing the progress bar.
+
+        Args:
+            values: what to print.
+            options: those of the built-in ``print``, such as ``sep`` and ``end``.
+        """
         if self.options.is_silent or not self.is_global_zero:
             return
         bar = self.progress_bar_callback

@@ -41,6 +41,10 @@ class Finding:
         where: the canonical name of the module or parameter, or the sample; empty: not one of them.
         text: what differs.
         hint: what usually causes it; empty: unknown.
+
+    Example:
+        >>> print(Finding(kind="gradients", step=0, where="layer.weight", text="off by 50%", hint="the loss is a sum"))
+        step 0, layer.weight: off by 50% (the loss is a sum)
     """
 
     kind: str
@@ -62,7 +66,19 @@ class Finding:
 @final
 @dataclass(frozen=True)
 class Point:
-    """One step of the curve: the largest relative difference of the weights, and what rounding explains."""
+    """One step of the curve: the largest relative difference of the weights, and what rounding explains.
+
+    Attributes:
+        step: the optimizer step, from 0.
+        difference: the norm of a parameter's difference from the exact run, relative to the parameter's norm; the
+            largest.
+        allowed: what rounding explains of it.
+
+    Example:
+        >>> point = Point(step=2, difference=1e-7, allowed=2e-6)
+        >>> point.difference <= point.allowed
+        True
+    """
 
     step: int
     difference: float

@@ -34,6 +34,10 @@ class Check:
         name: what is compared.
         status: ``"ok"``, ``"differs"``, ``"note"`` (a difference that is usually intended) or ``"not checked"``.
         text: the result, or why it was not checked.
+
+    Example:
+        >>> Check("buffers", "ok", "equal in every bit").status
+        'ok'
     """
 
     name: str
@@ -52,6 +56,16 @@ class Verification:
         checks: every comparison, in order.
         findings: differences that rounding does not explain; the first one is the first in training.
         curve: the difference of the weights, step by step.
+
+    Example:
+        >>> checks = [Check("weights", "ok", "equal in every bit")]
+        >>> result = Verification("ddp, 32-true, 2 ranks", steps=3, checks=checks)
+        >>> print(result)
+        verify: ddp, 32-true, 2 ranks, 3 steps against a plain loop
+        ok          weights  equal in every bit
+        all equal, as far as checked
+        >>> result.ok, result.exit_code
+        (True, 0)
     """
 
     configuration: str

@@ -180,6 +180,9 @@ class DeepSpeedStrategy(Strategy):
     def use(self, config: JsonObject) -> None:
         """Replace the JSON by another one that is as complete as ``self.config``.
 
+        Args:
+            config: DeepSpeed's configuration as a dict, without ``"auto"`` where ``self.config`` has a value.
+
         Raises:
             StrategyError: a model was prepared with the current one.
         """

@@ -89,6 +89,13 @@ class MegatronStrategy(Strategy):
 
     Raises:
         StrategyError: megatron-core is not installed.
+
+    Example:
+        >>> from trainer_kit.core.errors import StrategyError
+        >>> try:
+        ...     strategy = MegatronStrategy(tensor_parallel=2, distributed_optimizer=True)
+        ... except StrategyError as error:  # megatron-core is not installed
+        ...     assert error.fix
     """
 
     name = "megatron"
