@@ -166,7 +166,7 @@ class Trainer(Session):
         devices: how many on each node (on the CPU: processes), ``"auto"``, or a list of indices.
         num_nodes: how many machines.
         precision: ``"32-true"``, ``"16-mixed"``, ``"bf16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"64-true"``,
-            Accelerate's ``"no"``, ``"fp16"``, ``"bf16"``, or an object.
+            Accelerate's ``"no"``, ``"fp16"``, ``"bf16"``, or an object; None: the launcher's value, else ``"32-true"``.
         logger: None or True for TensorBoard, False for none, a word, an object with ``log_metrics``, or several.
         callbacks: one callback, or any iterable of them.
         fast_dev_run: run this many batches (True: 1) of every stage and write nothing.
@@ -174,29 +174,34 @@ class Trainer(Session):
         min_epochs: an earlier stop request waits until these epochs are completed.
         max_steps: optimizer steps; -1 for no limit.
         min_steps: an earlier stop request waits until these optimizer steps are completed.
-        max_time: ``"00:12:00:00"`` (days, hours, minutes, seconds), ``"2h"``, a timedelta or a dict of its arguments.
-        limit_train_batches: int = batches, float = fraction of the epoch.
+        max_time: ``"00:12:00:00"`` (days, hours, minutes, seconds), ``"2h"``, a timedelta or a dict of its arguments;
+            None: no limit.
+        limit_train_batches: int = batches, float = fraction of the epoch; None: all.
         limit_val_batches: the same.
         limit_test_batches: the same.
         limit_predict_batches: the same.
-        overfit_batches: train and validate on this number or fraction of batches, unshuffled.
-        val_check_interval: float = fraction of the epoch, int = batches, or a duration; time as in `max_time`.
-        check_val_every_n_epoch: None counts ``val_check_interval`` across epochs.
-        num_sanity_val_steps: validation batches to run before training; -1 for all.
+        overfit_batches: train and validate on this number or fraction of batches, unshuffled; 0: on all.
+        val_check_interval: float = fraction of the epoch, int = batches, or a duration; time as in `max_time`. None:
+            at the end of the epoch.
+        check_val_every_n_epoch: epochs between validations; None counts ``val_check_interval`` across epochs.
+        num_sanity_val_steps: validation batches to run before training; -1 for all. None: 2.
         log_every_n_steps: optimizer steps between flushes of logged values (default 50); 0 for none.
-        enable_checkpointing: whether to add a `ModelCheckpoint` if no callback is one.
-        enable_progress_bar: whether to show one.
-        enable_model_summary: whether to print one.
+        enable_checkpointing: whether to add a `ModelCheckpoint` if no callback is one; None: unless ``barebones`` or
+            ``fast_dev_run`` is set.
+        enable_progress_bar: whether to show one; None: unless ``barebones`` is set.
+        enable_model_summary: whether to print one; None: unless ``barebones`` or ``fast_dev_run`` is set.
         accumulate_grad_batches: micro-batches per optimizer step, or an argument of `GradientAccumulation`; None: the
             launcher's value, else 1.
-        gradient_clip_val: the largest gradient norm or value.
-        gradient_clip_algorithm: ``"norm"`` or ``"value"``.
-        deterministic: True, or ``"warn"``.
-        benchmark: cuDNN's autotuner.
+        gradient_clip_val: the largest total gradient norm, or the largest absolute value of an element; None or 0: no
+            clipping.
+        gradient_clip_algorithm: ``"norm"`` or ``"value"``; None: ``"norm"``.
+        deterministic: True: an operation without a deterministic algorithm is an error
+            (``torch.use_deterministic_algorithms``); ``"warn"``: a warning. None: as this process has set it.
+        benchmark: cuDNN's autotuner; None: as this process has set it.
         inference_mode: evaluate under ``torch.inference_mode`` (inside ``fit``: always ``no_grad``).
         use_distributed_sampler: shard the data over the ranks; False if the loaders do so themselves.
         profiler: ``"simple"`` (a table of hooks), ``"advanced"`` (cProfile), ``"pytorch"`` (a trace), or a profiler of
-            ``tk.callbacks``.
+            ``tk.callbacks``; None: none.
         detect_anomaly: torch's anomaly detection in autograd; slow.
         barebones: no logger, callback, bar, summary or sanity check.
         enable_autolog_hparams: whether to log what ``save_hyperparameters`` keeps.
@@ -206,14 +211,15 @@ class Trainer(Session):
             epochs; 0: once per fit. A ``val_dataloader()`` that returns None ends validation until it returns one.
         default_root_dir: the directory of runs (default: the working directory). With a URL that fsspec supports,
             checkpoints go there; loggers need a local directory.
-        max_duration: a limit in any unit.
+        max_duration: a limit in any unit; None: no limit.
         compile: compile ``training_step``: True, or a dict of arguments of ``torch.compile``. With ``"regional": True``
             in it, compile each block of the model instead, once for all blocks of a class. ``"step"``: run forward and
             backward as one captured graph, with the same bits, where that is possible (one process).
         seed: the seed of the data order; by default that of the last `seed_everything` or ``torch.manual_seed`` before
             a fit begins, and the checkpoint's in a resumed fit.
         resume: ``"auto"`` continues the newest unfinished run of this script and root; by default a new run starts.
-        global_batch_size: samples per optimizer step over all ranks and micro-batches; replaces the loaders' own.
+        global_batch_size: samples per optimizer step over all ranks and micro-batches; replaces the loaders' own. None:
+            the loaders' batch size counts.
         loss_weighting: False averages the means of micro-batches and ranks without weights, as other libraries do.
         async_save: write checkpoints in the background; training waits only for a copy of the state in host memory.
             False needs no memory for the copy, but training waits for the storage.
@@ -229,7 +235,7 @@ class Trainer(Session):
             strategy; or the modules that do: class names, classes, a number of parameters, or a callable.
         optimizer_kernel: which of torch's kernels update the weights: ``"fused"`` (the whole update of many parameters
             in one), ``"foreach"`` (one operation for many), or ``"auto"``: fused where torch has it for an optimizer
-            and its parameters. None: as ``configure_optimizers`` made them. Sums may round differently; plain SGD is
+            and its parameters. None: as ``configure_optimizers`` created them. Sums may round differently; plain SGD is
             bit-identical.
 
     Raises:
@@ -465,9 +471,15 @@ class Trainer(Session):
                 a DataModule; by default the loaders of the datamodule or the module.
             val_dataloaders: a loader, or several in a list or dict, read in sequence.
             datamodule: provides the loaders.
-            ckpt_path: the checkpoint to resume from: a path, a URL, ``"last"`` or ``"best"``.
+            ckpt_path: the checkpoint to resume from: a path, a URL, ``"last"`` or ``"best"``; None: train from step 0.
             weights_only: accepted for compatibility with Lightning, but True is an error: nothing is unpickled here.
             load_weights_only: load only the weights of the checkpoint: counts, optimizers and data start from 0.
+
+        Raises:
+            ConfigurationError: module, data, callbacks and arguments do not fit together; before the first step.
+            CheckpointError: ``ckpt_path`` cannot be read.
+            NonFiniteError: the loss became NaN or infinite, and no `NaNGuard` handles that.
+            RankError: ranks disagree, or one of them failed.
         """
         if weights_only:
             raise ConfigurationError(
@@ -509,10 +521,14 @@ class Trainer(Session):
         Args:
             model: the module; by default the one that was fitted, with the weights of its best checkpoint.
             dataloaders: a loader, a list of loaders, or a DataModule.
-            ckpt_path: weights to load: a path, a URL, ``"last"`` or ``"best"``.
-            verbose: print the values.
+            ckpt_path: weights to load: a path, a URL, ``"last"`` or ``"best"``; None: those of ``model``.
+            verbose: print the values on rank 0.
             datamodule: provides the loaders.
             weights_only: accepted for compatibility with Lightning; nothing is unpickled here.
+
+        Raises:
+            ConfigurationError: there is no module, or module and data do not fit together; before the first batch.
+            CheckpointError: ``ckpt_path`` cannot be read.
         """
         return self._evaluate(
             "validate", model, dataloaders, ckpt_path, verbose, datamodule
@@ -528,15 +544,19 @@ class Trainer(Session):
         datamodule: DataModuleLike = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Test; returns the reduced values of each loader.
+        """Test; returns the logged values, one dict for each loader.
 
         Args:
             model: the module; by default the one that was fitted, with the weights of its best checkpoint.
             dataloaders: a loader, a list of loaders, or a DataModule.
             ckpt_path: weights to load, as in `validate`.
-            verbose: print a table of the results on rank 0.
+            verbose: print the values on rank 0.
             datamodule: provides the loaders.
             weights_only: as in `validate`.
+
+        Raises:
+            ConfigurationError: there is no module, or module and data do not fit together; before the first batch.
+            CheckpointError: ``ckpt_path`` cannot be read.
         """
         return self._evaluate(
             "test", model, dataloaders, ckpt_path, verbose, datamodule
@@ -559,8 +579,12 @@ class Trainer(Session):
             dataloaders: a loader, a list of loaders, or a DataModule.
             datamodule: provides the loaders.
             return_predictions: False discards them, for callbacks that write predictions.
-            ckpt_path: weights to load: a path, a URL, ``"last"`` or ``"best"``.
+            ckpt_path: weights to load, as in `validate`.
             weights_only: as in `validate`.
+
+        Raises:
+            ConfigurationError: there is no module, or module and data do not fit together; before the first batch.
+            CheckpointError: ``ckpt_path`` cannot be read.
         """
         if self.start is not None:
             predictions: list[StepOutput] | None = run_on_processes(
@@ -836,7 +860,15 @@ class Trainer(Session):
 
         Args:
             event: the name of the hook, with or without ``on_``.
-            every: call it only at this interval, e.g. ``"100ba"``.
+            every: call it only at this interval, such as ``"100ba"``; a bare number has the unit of the hook: batches,
+                epochs or steps. None: each time.
+
+        Returns:
+            A decorator; it returns the function.
+
+        Raises:
+            HookError: by the decorator: there is no such hook, or the function does not take its arguments.
+            ConfigurationError: by the decorator: an entry point is running.
 
         Example:
             >>> trainer = Trainer(max_epochs=1, barebones=True)
