@@ -35,7 +35,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("planning",),
     ("verify",),
     ("migrate",),
-    ("commands", "testing"),
+    ("testing",),
+    ("commands",),
     ("__init__", "__main__"),
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

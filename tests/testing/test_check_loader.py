@@ -230,7 +230,9 @@ def test_nothing_checked_is_no_success() -> None:
     report = check_loader(lambda workers: DataLoader([]), workers=[0])
     assert not report.ok
     assert report.checks[0].text == "an epoch without a batch"
-    unchecked = LoaderCheck("samples", 0, 1, "not checked", "limit= cuts the epoch")
+    unchecked = LoaderCheck(
+        "samples", 0, 1, "not checked", "only the first 3 batches of an epoch are read"
+    )
     for empty in (LoaderReport([]), LoaderReport([unchecked])):
         assert not empty.ok
         assert str(empty).splitlines()[-1].startswith("nothing was checked")

@@ -10,11 +10,13 @@ import sys
 import sysconfig
 import traceback
 from pathlib import Path
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import click
+from click.core import ParameterSource
 
 from trainer_kit.commands.terminal import FilePath, OutputPath
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import TrainerKitError
 from trainer_kit.core.types import Keywords
 from trainer_kit.core.wings import need_wing
@@ -51,6 +53,18 @@ __all__ = ["verify"]
     is_flag=True,
     help="All ranks in this process, as threads that take turns: for breakpoint().",
 )
+@click.option(
+    "--data",
+    is_flag=True,
+    help="Check the training loaders in place of the training: resumes, workers, ranks.",
+)
+@click.option(
+    "--batches",
+    type=click.IntRange(min=2),
+    default=32,
+    show_default=True,
+    help="With --data: batches of an epoch that are read.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option(
     "--html", type=OutputPath(), help="Write a page with the difference by step."
@@ -64,15 +78,22 @@ def verify(
     accelerator: str | None,
     steps: int,
     local: bool,
+    data: bool,
+    batches: int,
     as_json: bool,
     html: Path | None,
 ) -> None:
     """Compare the training of SCRIPT in a configuration with a plain PyTorch loop, and name what differs.
 
-    The script runs unchanged up to its first Trainer.fit; put its own ARGUMENTS after --. Exits with 0 where nothing
-    differs, with 1 where something does, and with 2 where it could not be checked.
+    The script runs unchanged up to its first Trainer.fit; put its own ARGUMENTS after --. With --data its training
+    loaders are interrupted and resumed, on 1 and on --devices ranks (2 by default), and one line for each check says
+    whether the batches are the same and every sample comes once. Exits with 0 where nothing differs, with 1 where
+    something does, and with 2 where it could not be checked.
     """
     need_wing("verify", "trainer-kit verify")
+    _refuse_unused_options(data)
+    if data:
+        _verify_data(script, arguments, devices or 2, batches, as_json)
     from trainer_kit.commands.script import captured_fit
     from trainer_kit.trainer import Trainer
     from trainer_kit.verify.page import write_page
@@ -113,6 +134,71 @@ def verify(
     if html is not None and not as_json:
         click.echo(html)
     sys.exit(comparison.exit_code)
+
+
+_TRAINING_ONLY: Final = (
+    "strategy",
+    "precision",
+    "accelerator",
+    "steps",
+    "local",
+    "html",
+)
+
+
+def _refuse_unused_options(data: bool) -> None:
+    """Raise `click.UsageError` if an option was passed that has no effect."""
+    context = click.get_current_context()
+    for name in (*_TRAINING_ONLY, "batches"):
+        belongs_to_data = name == "batches"
+        is_used = belongs_to_data == data
+        passed = context.get_parameter_source(name) != ParameterSource.DEFAULT
+        if is_used or not passed:
+            continue
+        if belongs_to_data:
+            raise click.UsageError("--batches needs --data")
+        raise click.UsageError(f"--data reads loaders only: leave --{name} out")
+
+
+def _verify_data(
+    script: str,
+    arguments: tuple[str, ...],
+    ranks: int,
+    batches: int,
+    as_json: bool,
+) -> NoReturn:
+    """Check the training loaders of a script, print the verdicts, and exit."""
+    from trainer_kit.commands.script import captured_fit
+    from trainer_kit.testing.loaders import check_feeds
+    from trainer_kit.trainer import Trainer
+    from trainer_kit.verify.training_data import TrainingData
+
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            fit = captured_fit(script, arguments, trainer_class=Trainer)
+            data = TrainingData(
+                fit.trainer, fit.module, fit.train_dataloaders, fit.datamodule
+            )
+            limit = data.limit(batches)
+            report = check_feeds(
+                data.open_feed,
+                workers=data.workers,
+                ranks=sorted({1, ranks}),
+                limit=limit,
+                seed=fit.trainer.data_seed,
+            )
+            title = f"data: {data.describe()}"
+    except TrainerKitError as error:
+        _exit_unchecked(str(error))
+    except Exception as error:
+        _exit_unchecked(f"{type(error).__name__}: {error}{_describe_place(error)}")
+    if limit is not None:
+        title += f"; the first {plural(limit, 'batch')} of each epoch"
+    text = f"{title}\n{report}"
+    if as_json:
+        text = json.dumps({"data": title, **report.to_dict()}, indent=2)
+    click.echo(text)
+    sys.exit(report.exit_code)
 
 
 def _describe_place(error: BaseException) -> str:

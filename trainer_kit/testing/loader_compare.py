@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator
-from typing import final
+from collections.abc import Hashable, Iterator, Sequence
+from typing import TypeVar, final
 
 import numpy as np
 from torch import Tensor
@@ -16,7 +16,16 @@ from trainer_kit.data.division import fingerprint
 from trainer_kit.data.sizes import batch_size_of
 from trainer_kit.testing.loader_ranks import RankPass
 
-__all__ = ["Outcome", "compare_batches", "compare_samples", "identify_rows"]
+__all__ = [
+    "Outcome",
+    "compare_batches",
+    "compare_samples",
+    "first_line",
+    "identify_rows",
+    "spread",
+]
+
+_Position = TypeVar("_Position")
 
 
 @final
@@ -94,3 +103,26 @@ def _leaves(node: Nested) -> Iterator[Tensor | np.ndarray | list[str]]:
     else:
         for _, child in children(node):
             yield from _leaves(child)
+
+
+def spread(positions: Sequence[_Position], limit: int | None) -> list[_Position]:
+    """Return at most ``limit`` positions, with the first and the last.
+
+    Example:
+        >>> spread([1, 2, 3, 4], None), spread(range(1, 101), 3)
+        ([1, 2, 3, 4], [1, 50, 100])
+    """
+    if limit is None or len(positions) <= limit:
+        return list(positions)
+    indices = np.linspace(
+        0,
+        len(positions) - 1,
+        limit,
+    )
+    return [positions[int(index)] for index in indices]
+
+
+def first_line(error: Exception) -> str:
+    """Return the class of an error and the first line of its message."""
+    message = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {message}"

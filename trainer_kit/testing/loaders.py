@@ -7,22 +7,21 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar, final
-
-import numpy as np
+from functools import partial
+from typing import TypeAlias, final
 
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import TrainerKitError
-from trainer_kit.core.types import (
-    Loaders,
-)
+from trainer_kit.core.types import Loaders
 from trainer_kit.data import Feed
 from trainer_kit.testing.distributed import run_distributed
 from trainer_kit.testing.loader_compare import (
     Outcome,
     compare_batches,
     compare_samples,
+    first_line,
     identify_rows,
+    spread,
 )
 from trainer_kit.testing.loader_ranks import (
     Agree,
@@ -34,16 +33,14 @@ from trainer_kit.testing.loader_ranks import (
     Ranks,
     SavedPosition,
 )
-from trainer_kit.testing.loader_report import (
-    LoaderCheck,
-    LoaderReport,
-)
+from trainer_kit.testing.loader_report import LoaderCheck, LoaderReport
 
-__all__ = ["check_loader"]
+__all__ = ["check_feeds", "check_loader"]
 
 _LoaderFactory: TypeAlias = Callable[[int], Loaders]
 """Called with the number of workers."""
-_Position = TypeVar("_Position")
+_FeedFactory: TypeAlias = Callable[[int, int, int, Agree], Feed]
+"""Called with the number of workers, the rank, the number of ranks, and what exchanges numbers of the ranks."""
 
 
 def check_loader(
@@ -102,8 +99,66 @@ def check_loader(
             "check_loader compares at least 2 epochs, with at least one number of workers and of ranks\n"
             f"  found: epochs={epochs}, workers={list(workers)}, ranks={list(ranks)}"
         )
+    return check_feeds(
+        partial(_open_feed, make_loader, seed),
+        workers=workers,
+        ranks=ranks,
+        epochs=epochs,
+        positions=positions,
+        limit=limit,
+        identify=identify,
+        seed=seed,
+        processes=processes,
+        timeout=timeout,
+    )
+
+
+def _open_feed(
+    make_loader: _LoaderFactory,
+    seed: int,
+    workers: int,
+    rank: int,
+    size: int,
+    agree: Agree,
+) -> Feed:
+    return Feed(
+        make_loader(workers),
+        rank=rank,
+        size=size,
+        seed=seed,
+        agree=agree,
+    )
+
+
+def check_feeds(
+    open_feed: _FeedFactory,
+    *,
+    workers: Sequence[int],
+    ranks: Sequence[int],
+    epochs: int = 2,
+    positions: int | None = 6,
+    limit: int | None = None,
+    identify: Identify | None = None,
+    seed: int = 0,
+    processes: bool = False,
+    timeout: float = 300.0,
+) -> LoaderReport:
+    """Check a loader that is read with options of a Trainer, such as ``global_batch_size``.
+
+    Args:
+        open_feed: ``open_feed(num_workers, rank, ranks, agree)`` returns the feed of a rank over a new loader.
+        workers: see `check_loader`, as for all other arguments.
+        ranks: numbers of data ranks.
+        epochs: epochs of every run.
+        positions: number of batches of an epoch after which it is interrupted.
+        limit: batches of an epoch.
+        identify: returns a value for each sample of a batch.
+        seed: the seed of the generators of a new run.
+        processes: run every rank as a process.
+        timeout: seconds for each layout, with ``processes``.
+    """
     plan = _Plan(
-        make_loader=make_loader,
+        open_feed=open_feed,
         epochs=epochs,
         positions=positions,
         limit=limit,
@@ -128,10 +183,11 @@ def check_loader(
                     plan, layout, LocalRanks(rank_count), records
                 )
             checks += layout_checks
-            if record is None:
-                # Nothing to compare other layouts with.
+            if record is not None:
+                records.append(record)
+            elif layout_checks[0].status != "refused":
+                # A loader that no second run repeats fails in the same way in other layouts.
                 return LoaderReport(checks)
-            records.append(record)
     return LoaderReport(checks)
 
 
@@ -153,7 +209,7 @@ class _Layout:
 class _Plan:
     """The arguments of `check_loader` that all layouts share."""
 
-    make_loader: _LoaderFactory
+    open_feed: _FeedFactory
     epochs: int
     positions: int | None
     limit: int | None
@@ -282,7 +338,7 @@ class _LayoutChecker:
         except Exception as error:
             # Of any class: user code reads the data.
             status = "fails"
-            text = _first_line(error)
+            text = first_line(error)
         return LoaderCheck(
             name,
             self.layout.workers,
@@ -292,7 +348,12 @@ class _LayoutChecker:
         )
 
     def _check_order(self) -> str:
-        self.ranks.meet(self._open_feed)
+        try:
+            self.ranks.meet(self._open_feed)
+            _close(self._open())
+        except TrainerKitError as error:
+            # In words, before the first batch: this layout trains on nothing wrong.
+            raise Outcome("refused", first_line(error)) from error
         self._reference = self._read_epochs(saves=False)
         # Without saving positions first: a loader may change when it is asked for its state.
         second = self._read_epochs(saves=False)
@@ -321,7 +382,9 @@ class _LayoutChecker:
         assert self.record is not None
         # With a limit the samples that are read depend on the number of ranks.
         if self.plan.limit is not None:
-            raise Outcome("not checked", "limit= cuts the epoch")
+            batches = plural(self.plan.limit, "batch")
+            text = f"only the first {batches} of an epoch are read"
+            raise Outcome("not checked", text)
         count = self.record.samples(0)
         total = plural(sum(count.values()), "sample")
         if not records:
@@ -512,7 +575,7 @@ class _LayoutChecker:
                 )
             except TrainerKitError as error:
                 # Before the first batch, in words: nothing is lost in silence.
-                text = f"from {record.layout}: {_first_line(error)}"
+                text = f"from {record.layout}: {first_line(error)}"
                 raise Outcome("refused", text) from error
             resumed = _Record(
                 self.layout,
@@ -554,7 +617,7 @@ class _LayoutChecker:
             # Loaders that are read together may disagree.
             if not starts and start.is_integer():
                 positions.append((position, int(start)))
-        return _spread(positions, self.plan.positions)
+        return spread(positions, self.plan.positions)
 
     def _compare(
         self, passes: list[RankPass], epoch: int, position: int, action: str
@@ -575,7 +638,7 @@ class _LayoutChecker:
         return max(len(rank_pass.batches) for rank_pass in self._reference[epoch])
 
     def _positions(self, epoch: int) -> list[int]:
-        return _spread(range(1, self._count(epoch)), self.plan.positions)
+        return spread(range(1, self._count(epoch)), self.plan.positions)
 
     def _saved_positions(self, epoch: int) -> set[int]:
         """Return the positions of an epoch from which this layout or another one resumes."""
@@ -587,7 +650,7 @@ class _LayoutChecker:
             self._count(epoch),
             ranks,
         )
-        positions.update(_spread(multiples, self.plan.positions))
+        positions.update(spread(multiples, self.plan.positions))
         return positions
 
     def _summary(
@@ -606,12 +669,11 @@ class _LayoutChecker:
         agree: Agree,
     ) -> Feed:
         with self.ranks.as_rank(rank):
-            return Feed(
-                self.plan.make_loader(self.layout.workers),
-                rank=rank,
-                size=self.ranks.size,
-                seed=self.plan.seed,
-                agree=agree,
+            return self.plan.open_feed(
+                self.layout.workers,
+                rank,
+                self.ranks.size,
+                agree,
             )
 
     def _open(self, saved: list[SavedPosition] | None = None) -> list[RankReader]:
@@ -683,25 +745,3 @@ class _LayoutChecker:
 def _close(readers: list[RankReader]) -> None:
     for reader in readers:
         reader.feed.close()
-
-
-def _spread(positions: Sequence[_Position], limit: int | None) -> list[_Position]:
-    """Return at most ``limit`` positions, with the first and the last.
-
-    Example:
-        >>> _spread([1, 2, 3, 4], None), _spread(range(1, 101), 3)
-        ([1, 2, 3, 4], [1, 50, 100])
-    """
-    if limit is None or len(positions) <= limit:
-        return list(positions)
-    indices = np.linspace(
-        0,
-        len(positions) - 1,
-        limit,
-    )
-    return [positions[int(index)] for index in indices]
-
-
-def _first_line(error: Exception) -> str:
-    message = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {message}"

@@ -28,7 +28,9 @@ __all__ = [
     "DataRank",
     "Division",
     "Row",
+    "copy_loaders",
     "divides_itself",
+    "feed_of_rank",
     "feeds_of",
     "loaders_by_rank",
     "retarget_samplers",
@@ -152,18 +154,40 @@ def feeds_of(
     feeds: list[Feed] = []
     lengths: list[EpochLength] = []
     for rank, rank_loaders in enumerate(loaders):
-        # Of a group `training_feed` reads rank and size only: no process group exists here.
-        data_rank: Any = DataRank(rank, division.data_ranks)
-        feed, length = training_feed(
-            rank_loaders,
-            trainer.settings,
-            data_rank,
-            division.seed,
-            trainer.accumulation,
+        feed, length = feed_of_rank(
+            trainer, rank_loaders, DataRank(rank, division.data_ranks), division.seed
         )
         feeds.append(feed)
         lengths.append(length)
     return feeds, lengths[0]
+
+
+def feed_of_rank(
+    trainer: Session,
+    loaders: Loaders,
+    data_rank: DataRank,
+    seed: int,
+    agree: Callable[[list[float]], list[list[float]]] | None = None,
+) -> tuple[Feed, EpochLength]:
+    """The data of one data rank, and the micro-batches of an epoch.
+
+    Args:
+        trainer: has settings and accumulation.
+        loaders: of this rank.
+        data_rank: the rank.
+        seed: the seed of the data order.
+        agree: see `Feed`.
+    """
+    # `training_feed` reads rank and size only: no process group exists here.
+    group: Any = data_rank
+    return training_feed(
+        loaders,
+        trainer.settings,
+        group,
+        seed,
+        trainer.accumulation,
+        agree,
+    )
 
 
 def loaders_by_rank(
@@ -186,7 +210,7 @@ def loaders_by_rank(
     other_ranks = range(1, division.data_ranks)
     if make is not None and (not shard or divides_itself(loaders)):
         return [loaders, *(make(data_rank) for data_rank in other_ranks)]
-    rank_loaders = [loaders, *(_copy_loaders(loaders) for _ in other_ranks)]
+    rank_loaders = [loaders, *(_copy_or_share(loaders) for _ in other_ranks)]
     # Loaders that ``train_dataloader`` returns were made inside the environment of their
     # rank; passed ones were made by the script, which has no launcher.
     if make is None:
@@ -281,18 +305,24 @@ def retarget_samplers(loaders: Loaders, rank: int, size: int, world: int) -> lis
     return changed
 
 
-def _copy_loaders(loaders: Loaders) -> Loaders:
-    """A copy of the loaders, whose samplers, generators and streams another rank's reading does not change.
+def copy_loaders(loaders: Loaders) -> Loaders:
+    """Return a copy of the loaders, whose samplers, generators and streams another reading does not change.
 
-    What reads one sample at a time is shared, so that state between samples shows. Loaders that cannot be copied are
-    shared too.
+    What reads one sample at a time is shared, so that state between samples shows.
+
+    Raises:
+        Exception: of any class, where the loaders cannot be copied: user code decides how a copy is made.
     """
     memo: dict[int, object] = {}
     _share(read_together(loaders), memo, set())
+    return copy.deepcopy(loaders, memo)
+
+
+def _copy_or_share(loaders: Loaders) -> Loaders:
+    """The same, but loaders that cannot be copied are shared."""
     try:
-        return copy.deepcopy(loaders, memo)
+        return copy_loaders(loaders)
     except Exception:
-        # Of any class: user code decides how a copy is made.
         return loaders
 
 

@@ -464,11 +464,11 @@ class Runs:
             loaders = find_loaders("fit", self.loaders, self.module, self.datamodule)
         make = None
         if self.loaders is None:
-            make = partial(self._make_loaders, division)
+            make = partial(self.make_loaders, division)
         return loaders_by_rank(loaders, division, self.trainer.settings.shard, make)
 
-    def _make_loaders(self, division: Division, data_rank: int) -> Loaders:
-        """The loaders of another data rank, from a copy of module and data that is set up as its rank."""
+    def make_loaders(self, division: Division, data_rank: int) -> Loaders:
+        """Return the loaders of a data rank, from a copy of module and data that is set up as its rank."""
         # The Trainer is not copied with the module: it is attached below.
         memo = {id(vars(self.module).get("_trainer")): None}
         module = self.module
