@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Collection, Iterable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from tests.ports import free_port
-from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.environment import Environment
+from trainer_kit.core.errors import ConfigurationError, LaunchError
+from trainer_kit.launch import startup_timeout
 from trainer_kit.launch.startup_timeout import patience
 
 SCRIPT = """
@@ -109,6 +114,67 @@ def test_a_rank_that_is_killed_while_all_connect_is_named() -> None:
     first.communicate()
     second.communicate()
     assert line.startswith("waiting for rank 1 of 2 to connect")
+
+
+class CountingStore:
+    """A store in which all ranks have set their keys, but for those that are missing."""
+
+    def __init__(self, size: int, missing: Collection[int]) -> None:
+        self.size = size
+        self.missing = missing
+        self.requests = 0
+
+    def clone(self) -> CountingStore:
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        self.requests += 1
+
+    def add(self, key: str, value: int) -> int:
+        self.requests += 1
+        return self.size - len(self.missing)
+
+    def check(self, keys: list[str]) -> bool:
+        self.requests += 1
+        ranks = [key.rpartition("/")[2] for key in keys]
+        return not any(not r.isdigit() or int(r) in self.missing for r in ranks)
+
+
+def requests_while_connecting(rank: int, size: int, missing: Collection[int]) -> int:
+    store = CountingStore(size, missing)
+    here = Environment(rank=rank, world_size=size, local_rank=0, local_world_size=1)
+    waits = iter([False, False, True])
+
+    class Over(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            return next(waits)
+
+    startup_timeout._name_gone(store, here, Over(), 0.5)
+    return store.requests
+
+
+@pytest.mark.parametrize("size", [100, 10_000])
+def test_ranks_that_connect_do_not_look_for_each_other(
+    capsys: pytest.CaptureFixture[str], size: int
+) -> None:
+    """Each looked for each other one, while the store of all was busy with connecting them."""
+    assert requests_while_connecting(0, size, missing=[7]) < 3 * math.log2(size)
+    assert f"waiting for rank 7 of {size} to connect" in capsys.readouterr().err
+    assert requests_while_connecting(size - 1, size, missing=[7]) == 2
+    assert requests_while_connecting(size - 1, size, missing=[0, 1]) == 4
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", [100, 10_000])
+def test_ranks_that_give_up_find_the_missing_ones_by_halves(size: int) -> None:
+    """Each of them asked for each key when the time was over."""
+    store = CountingStore(size, missing=range(50, 75))
+    here = Environment(rank=1, world_size=size, local_rank=0, local_world_size=1)
+    with pytest.raises(LaunchError) as raised:
+        startup_timeout.wait_for_all(store, here, timedelta(0))
+    named = ", ".join(map(str, range(50, 66)))
+    assert f"without ranks {named} and 9 more of {size}" in str(raised.value)
+    assert store.requests < 100
 
 
 @pytest.mark.parametrize("said", ["30s", "0", "-1"])

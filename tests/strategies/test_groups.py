@@ -46,6 +46,18 @@ def test_a_group_of_one_returns_the_results_of_a_larger_group() -> None:
 
 
 @pytest.mark.world_size(3)
+def test_numbers_of_many_ranks_go_through_rank_zero(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process_group, "_MANY_RANKS", 3)
+    monkeypatch.delattr(dist, "all_gather")
+    group = ProcessGroup(CPU)
+    expected = [[0.0, 0.5], [1.0, 0.5], [2.0, 0.5]]
+    assert group.agree([float(group.rank), 0.5]) == expected
+    assert group.agree([True, 2**40]) == [[1.0, float(2**40)]] * 3
+
+
+@pytest.mark.world_size(3)
 def test_collectives() -> None:
     group = ProcessGroup(CPU)
     rank = group.rank

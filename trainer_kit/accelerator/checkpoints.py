@@ -7,7 +7,7 @@ import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import final
 
 from torch import nn
 from torch.optim import Optimizer
@@ -28,7 +28,6 @@ from trainer_kit.checkpoint.deepspeed import DeepSpeedFiles, find_deepspeed
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.core.collective_errors import (
     fail_together,
-    on_every_rank,
     on_rank_zero,
 )
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
@@ -62,18 +61,6 @@ from trainer_kit.step.optimizers import OptimizerProxy
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["Checkpoints"]
-
-
-class _RankContent(NamedTuple):
-    """What the objects of a process hold.
-
-    Attributes:
-        loaders: the state of each prepared loader.
-        version: its directory of logs; the main process has the loggers.
-    """
-
-    loaders: list[State]
-    version: str
 
 
 @final
@@ -176,30 +163,31 @@ class Checkpoints:
         state["window"] = self._accumulation.state_dict()
 
         # All calls of the user's `state_dict` methods, of which any may fail on one process alone.
-        def collect_content() -> _RankContent:
+        def collect_content() -> list[State]:
             state["schedulers"] = _state_dicts(self._prepared.schedulers)
             state["objects"] = _state_dicts(self.objects)
-            return _RankContent(_state_dicts(self._prepared.loaders), version)
+            return _state_dicts(self._prepared.loaders)
 
         ranks = collect_rank_states(
             self._world, self._strategy, self._modules, collect_content
         )
-        state["rng"] = ranks.rng
-        state["data_ranks"] = ranks.data_ranks
-        loaders = [content.loaders for content in ranks.contents]
-        # For each loader its states by data rank: processes with equal data have equal loaders.
-        loaders = by_rank(list(zip(ranks.data_ranks, loaders, strict=True)))
-        state["loaders"] = [list(states) for states in zip(*loaders, strict=True)]
-        if ranks.buffers is not None:
-            state["buffers"] = ranks.buffers
+        # The main process writes what the processes have of their own.
+        if ranks is not None:
+            state["rng"] = ranks.rng
+            state["data_ranks"] = ranks.data_ranks
+            # For each loader its states by data rank: processes with equal data have equal loaders.
+            loaders = by_rank(list(zip(ranks.data_ranks, ranks.contents, strict=True)))
+            state["loaders"] = [list(states) for states in zip(*loaders, strict=True)]
+            if ranks.buffers is not None:
+                state["buffers"] = ranks.buffers
         state["progress"] = {
             "step": self._accumulation.step,
             "iteration": self._directories.iteration,
             "scheduler_steps": self._scheduler_times,
             # Not the number of weights in the state: a hook may take weights out.
             "models": len(self._prepared.models),
-            # The main process has the loggers.
-            "version": ranks.contents[0].version,
+            # The main process has the loggers, and writes this.
+            "version": version,
         }
         return state
 
@@ -257,7 +245,7 @@ class Checkpoints:
                 hook(list(self._prepared.models), weights_after_hooks, str(work))
 
         try:
-            on_every_rank(self._world, call_hooks)
+            fail_together(self._world, call_hooks)
             weights_by_model = _weights_by_model(weights, weights_after_hooks)
             self._write(target, self._collect(weights_by_model, version), work)
         # Also for KeyboardInterrupt: otherwise the incomplete directory stays until the next save.

@@ -19,6 +19,7 @@ _T = TypeVar("_T")
 _Json = object
 """A value that JSON can hold."""
 _Message = dict[str, Any]
+_Combine = Callable[[list[Any]], _Json]
 
 
 @final
@@ -57,7 +58,7 @@ class Collective:
     def reduce(
         self,
         give: Callable[[], _Json],
-        combine: Callable[[list[Any]], _Json],
+        combine: _Combine,
     ) -> Any:
         """Call ``give`` on each rank, and ``combine`` on the first rank with all results; return its result everywhere.
 
@@ -68,6 +69,22 @@ class Collective:
                 named.
             RankError: likewise, for any other error.
         """
+        return self._exchange(give, combine, self._broadcast)
+
+    def divide(
+        self,
+        give: Callable[[], _Json],
+        combine: Callable[[list[Any]], list[_Json]],
+    ) -> Any:
+        """As `reduce`, but ``combine`` returns a value for each rank, and each rank gets its own only."""
+        return self._exchange(give, combine, self._scatter)
+
+    def _exchange(
+        self,
+        give: Callable[[], _Json],
+        combine: _Combine,
+        send: Callable[[_Message], _Message],
+    ) -> Any:
         # The error is sent before it is raised: the other ranks wait for a message of this one.
         local_error, message = self._attempt(give, self.rank)
         messages = self._gather(message)
@@ -79,7 +96,7 @@ class Collective:
             else:
                 values = [sent["value"] for sent in messages]
                 local_error, message = self._attempt(lambda: combine(values), None)
-        message = self._broadcast(message)
+        message = send(message)
         if "error" in message:
             self._raise(message["error"], local_error)
         return message["value"]
@@ -127,34 +144,54 @@ class Collective:
         if self.size == 1:
             return [value]
         message = _to_tensor(value)
-        # Receivers must allocate memory before a message arrives, so the lengths are sent first.
-        length = torch.tensor([message.numel()])
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, length, group=self._group)
+        # Receivers must allocate memory before a message arrives, so the lengths are sent first. Only rank 0 gets those
+        # of all ranks: sent from each rank to each other one, they would grow with the square of the ranks.
+        lengths = self._gather_tensors(torch.tensor([message.numel()]))
         # The messages of all ranks must have one length to be gathered.
-        longest = max(int(length) for length in lengths)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: message.numel()] = message
-        if self.rank != 0:
-            dist.gather(padded, None, dst=self._first(), group=self._group)
-            return []
-        messages = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.gather(padded, messages, dst=self._first(), group=self._group)
-        return [
-            _from_tensor(message[: int(length)])
-            for message, length in zip(messages, lengths, strict=True)
-        ]
+        longest = self._broadcast_length(max(map(int, lengths), default=0))
+        messages = self._gather_tensors(_padded(message, longest))
+        return list(map(_from_tensor, messages))
 
-    def _broadcast(self, value: _Json) -> Any:
+    def _gather_tensors(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all ranks on the first rank; on the others nothing."""
+        tensors = []
+        if self.rank == 0:
+            tensors = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.gather(tensor, tensors or None, dst=self._first(), group=self._group)
+        return tensors
+
+    def _broadcast(self, value: _Message) -> _Message:
         if self.size == 1:
             return value
         message = _to_tensor(value)
-        length = torch.tensor([message.numel()])
-        dist.broadcast(length, self._first(), group=self._group)
+        length = self._broadcast_length(message.numel())
         if self.rank != 0:
-            message = torch.empty(int(length), dtype=torch.uint8)
+            message = torch.empty(length, dtype=torch.uint8)
         dist.broadcast(message, self._first(), group=self._group)
         return _from_tensor(message)
+
+    def _broadcast_length(self, length: int) -> int:
+        """The number of the first rank."""
+        tensor = torch.tensor([length])
+        dist.broadcast(tensor, self._first(), group=self._group)
+        return int(tensor)
+
+    def _scatter(self, message: _Message) -> _Message:
+        """Each rank's part of the first rank's values, or its error."""
+        parts: list[_Message] = []
+        if self.rank == 0:
+            parts = [message] * self.size
+            if "error" not in message:
+                parts = [{"value": value} for value in message["value"]]
+        if self.size == 1:
+            return parts[0]
+        texts = list(map(_to_tensor, parts))
+        # As in `_gather`, all messages have one length.
+        longest = self._broadcast_length(max(map(len, texts), default=0))
+        padded = [_padded(text, longest) for text in texts]
+        received = torch.empty(longest, dtype=torch.uint8)
+        dist.scatter(received, padded or None, src=self._first(), group=self._group)
+        return _from_tensor(received)
 
     def _first(self) -> int:
         # torch's collectives name ranks by their number among all processes, also within a group.
@@ -168,8 +205,16 @@ def _to_tensor(value: _Json) -> Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
-def _from_tensor(tensor: Tensor) -> Any:
-    return json.loads(tensor.numpy().tobytes())
+def _padded(message: Tensor, length: int) -> Tensor:
+    """The message with spaces behind it, which JSON ignores."""
+    padded = torch.full((length,), ord(" "), dtype=torch.uint8)
+    padded[: message.numel()] = message
+    return padded
+
+
+def _from_tensor(tensor: Tensor) -> _Message:
+    message: _Message = json.loads(tensor.numpy().tobytes())
+    return message
 
 
 def _describe(error: BaseException) -> _Message:

@@ -174,13 +174,13 @@ def take_sharded_snapshot(
     # Filled on the first rank alone: the other ranks need what they write, not the whole layout.
     plans: list[WritePlan] = []
 
-    def plan(descriptions: list[Any]) -> object:
+    def plan(descriptions: list[Any]) -> list[object]:
         plans.append(WritePlan(descriptions))
-        return plans[0].written, plans[0].parts
+        return [[indices, plans[0].parts] for indices in plans[0].written]
 
-    written, parts = ranks.reduce(local.describe, plan)
+    written, parts = ranks.divide(local.describe, plan)
     names = file_names(parts, ranks.rank, ranks.size)
-    shards = ranks.each(lambda: local.read_chunks(written[ranks.rank], names, copy))
+    shards = ranks.each(lambda: local.read_chunks(written, names, copy))
     if not plans:
         return ShardedSnapshot(shards, b"", {}, None, ranks.size)
     return ShardedSnapshot(

@@ -59,23 +59,7 @@ def on_every_rank(world: Group, act: Callable[[], _T]) -> list[_T]:
         Exception: the error of ``act`` on this rank, else that of the first rank on which it failed, as a
             `RankError` if it is not an error of this library.
     """
-    result: _T | None = None
-    problem: Exception | None = None
-    try:
-        result = act()
-    except Exception as error:
-        # Whatever it is: the other ranks wait in the gather below.
-        problem = error
-    shared = None
-    if problem is not None:
-        shared = shared_error(problem, world.rank)
-    outcomes = world.all_gather_object((result, shared))
-    if problem is not None:
-        raise problem
-    for _, error_of_rank in outcomes:
-        if error_of_rank is not None:
-            raise error_of_rank
-    return [cast(_T, value) for value, _ in outcomes]
+    return world.all_gather_object(fail_together(world, act))
 
 
 def fail_together(world: Group, act: Callable[[], _T]) -> _T:
@@ -84,9 +68,23 @@ def fail_together(world: Group, act: Callable[[], _T]) -> _T:
     Raises:
         Exception: as in `on_every_rank`.
     """
-    results: list[_T] = []
-    on_every_rank(world, lambda: results.append(act()))
-    return results[0]
+    result: _T | None = None
+    problem: Exception | None = None
+    try:
+        result = act()
+    except Exception as error:
+        # Whatever it is: the other ranks wait in the exchange below.
+        problem = error
+    # A number first: errors are sent only if there are any.
+    if not any(row[0] for row in world.agree([problem is not None])):
+        return cast(_T, result)
+    shared = None
+    if problem is not None:
+        shared = shared_error(problem, world.rank)
+    errors = world.all_gather_object(shared)
+    if problem is not None:
+        raise problem
+    raise next(error for error in errors if error is not None)
 
 
 def shared_error(error: Exception, rank: int) -> TrainerKitError:

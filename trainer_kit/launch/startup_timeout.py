@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import islice
 from typing import Any, Final
 
 from trainer_kit.core.environment import Environment
@@ -34,6 +35,8 @@ _ALL: Final = "trainer_kit/all"
 """A key of the store that the last rank sets."""
 _ALIVE: Final = "trainer_kit/alive"
 """With ``/R`` behind it a key of the store: rank R still waits for the others."""
+_Store = Any
+"""torch's store, whose classes it does not export."""
 _SHOWN_RANKS: Final = 16
 """Ranks that a line names."""
 
@@ -131,7 +134,7 @@ def _is_local(address: str) -> bool:
     return True
 
 
-def wait_for_all(store: Any, here: Environment, timeout: timedelta) -> None:
+def wait_for_all(store: _Store, here: Environment, timeout: timedelta) -> None:
     """Return when every rank has called this.
 
     Args:
@@ -159,8 +162,8 @@ def wait_for_all(store: Any, here: Environment, timeout: timedelta) -> None:
             pause = min(2 * pause, 0.25)
 
     def missing() -> str:
-        absent = [rank for rank in range(size) if not store.check([f"{_COUNT}/{rank}"])]
-        return _named(absent, size)
+        ranks = islice(_absent_ranks(store, _COUNT, range(size)), _SHOWN_RANKS)
+        return _named(list(ranks), size - store.add(_COUNT, 0), size)
 
     # Of the ranks that wait, one prints for all.
     def first() -> bool:
@@ -170,7 +173,7 @@ def wait_for_all(store: Any, here: Environment, timeout: timedelta) -> None:
 
 
 @contextmanager
-def named_while_connecting(store: Any, here: Environment) -> Iterator[None]:
+def named_while_connecting(store: _Store, here: Environment) -> Iterator[None]:
     """While C++ code connects the ranks, a thread prints at intervals which ranks are gone.
 
     Args:
@@ -190,7 +193,7 @@ def named_while_connecting(store: Any, here: Environment) -> Iterator[None]:
 
 
 def _name_gone(
-    store: Any, here: Environment, over: threading.Event, interval: float
+    store: _Store, here: Environment, over: threading.Event, interval: float
 ) -> None:
     began = time.monotonic()
     while not over.wait(interval):
@@ -199,18 +202,17 @@ def _name_gone(
             # The other ranks reach this point at about the same moment: give them time to set their keys.
             if over.wait(min(1.0, interval)):
                 return
-            alive = [
-                rank
-                for rank in range(here.world_size)
-                if store.check([f"{_ALIVE}/{rank}"])
-            ]
+            # The first one prints, and only it looks for all of them: usually one question for any other rank.
+            if any(_is_alive(store, rank) for rank in range(here.rank)):
+                continue
+            ranks = range(here.world_size)
+            missing_ranks = list(_absent_ranks(store, _ALIVE, ranks))
         except RuntimeError:
             # The process that served the store is gone, and the caller's connection breaks too.
             return
-        missing_ranks = sorted({*range(here.world_size)} - {*alive})
-        if missing_ranks and here.rank == alive[0]:
+        if missing_ranks:
             waited = time.monotonic() - began
-            missing = _named(missing_ranks, here.world_size)
+            missing = _named(missing_ranks, len(missing_ranks), here.world_size)
             print(
                 f"waiting for {missing} to connect for {waited:.0f} s",
                 file=sys.stderr,
@@ -218,11 +220,28 @@ def _name_gone(
             )
 
 
-def _named(ranks: list[int], size: int) -> str:
-    listed = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
-    if len(ranks) > _SHOWN_RANKS:
-        listed += f" and {len(ranks) - _SHOWN_RANKS} more"
+def _is_alive(store: _Store, rank: int) -> bool:
+    return bool(store.check([f"{_ALIVE}/{rank}"]))
+
+
+def _absent_ranks(store: _Store, key: str, ranks: range) -> Iterator[int]:
+    """Those of the ranks that have not set their key, by halves: most ranks are there, and every rank may ask this."""
+    if store.check([f"{key}/{rank}" for rank in ranks]):
+        return
     if len(ranks) == 1:
+        yield ranks[0]
+        return
+    middle = len(ranks) // 2
+    yield from _absent_ranks(store, key, ranks[:middle])
+    yield from _absent_ranks(store, key, ranks[middle:])
+
+
+def _named(ranks: list[int], count: int, size: int) -> str:
+    """The first ranks of ``count``, of ``size`` in all."""
+    listed = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
+    if count > _SHOWN_RANKS:
+        listed += f" and {count - _SHOWN_RANKS} more"
+    if count == 1:
         return f"rank {listed} of {size}"
     return f"ranks {listed} of {size}"
 

@@ -48,7 +48,7 @@ from typing import Any, Final, NamedTuple
 from torch import Tensor, nn
 
 from trainer_kit.checkpoint.encoding import encode
-from trainer_kit.core.collective_errors import fail_together, on_every_rank
+from trainer_kit.core.collective_errors import fail_together
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.display import holds_secret, mask_secrets, plural
 from trainer_kit.core.errors import CheckpointError
@@ -156,8 +156,11 @@ def collect(
     weights_only: bool,
     hooks: bool = True,
     owes_validation: bool = False,
+    everywhere: bool = False,
 ) -> State:
     """Collect the state after the last completed step. Every rank must call it.
+
+    What differs between the ranks (generators, positions of loaders, metrics) is collected on rank 0, which writes it.
 
     Args:
         run: the fit.
@@ -167,6 +170,7 @@ def collect(
         weights_only: leave out everything but weights and hyperparameters.
         hooks: whether ``on_save_checkpoint`` is called.
         owes_validation: whether a validation that is due at this step has not run.
+        everywhere: collect what differs between the ranks on each of them, for a state in memory.
     """
     world, progress = run.strategy.world, run.progress
     # Sharded engines may gather weights here, so all ranks take part even if only the first writes.
@@ -175,11 +179,11 @@ def collect(
     if not weights_only:
         state.update(_training_state(run, seed, owes_validation))
         # After the library's part: the state of loaders is relative to the progress in it.
-        _add_user_state(run, state, callbacks, datamodule)
+        _add_user_state(run, state, callbacks, datamodule, everywhere)
     # Last, because the hooks may read, change and extend the whole checkpoint.
     if hooks:
         # A hook that raises on one rank ends the save on all of them.
-        on_every_rank(world, partial(_call_hooks, run.bus.on_save_checkpoint, state))
+        fail_together(world, partial(_call_hooks, run.bus.on_save_checkpoint, state))
     return state
 
 
@@ -241,6 +245,7 @@ def _add_user_state(
     state: State,
     callbacks: Sequence[Callback],
     datamodule: DataModule | None,
+    everywhere: bool,
 ) -> None:
     """Add the state of the user's objects, and that of every rank. Every rank must call it."""
     lent_weights: dict[str, Tensor] = {}
@@ -258,8 +263,15 @@ def _add_user_state(
         )
 
     ranks = collect_rank_states(
-        run.strategy.world, run.strategy, [run.module], collect_content, lent_weights
+        run.strategy.world,
+        run.strategy,
+        [run.module],
+        collect_content,
+        lent_weights,
+        everywhere=everywhere,
     )
+    if ranks is None:
+        return
     contents = ranks.contents
     state["rng"] = ranks.rng
     state["data_ranks"] = ranks.data_ranks

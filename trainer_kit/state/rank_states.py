@@ -12,7 +12,7 @@ from typing import Generic, TypeVar, final
 
 from torch import Tensor, nn
 
-from trainer_kit.core.collective_errors import on_every_rank
+from trainer_kit.core.collective_errors import fail_together
 from trainer_kit.core.display import plural
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import restore_rng, rng_state
@@ -39,17 +39,19 @@ _Content = TypeVar("_Content")
 @final
 @dataclass(frozen=True)
 class _RankEntry(Generic[_Content]):
-    """What a rank contributes besides its buffers.
+    """What a rank contributes.
 
     Attributes:
         content: what its user's objects hold.
         data_rank: its rank among those that get different batches.
         rng: the state of its random generators.
+        buffers: its own; empty for a state that each rank holds in memory.
     """
 
     content: _Content
     data_rank: int
     rng: dict[str, object]
+    buffers: RankBuffers
 
 
 @final
@@ -76,8 +78,10 @@ def collect_rank_states(
     modules: Sequence[nn.Module],
     collect_content: Callable[[], _Content],
     lent_weights: Mapping[str, Tensor] | None = None,
-) -> RankStates[_Content]:
-    """Collect what each rank has of its own. Every rank must call it.
+    *,
+    everywhere: bool = False,
+) -> RankStates[_Content] | None:
+    """Collect what each rank has of its own on rank 0, which writes it. Every rank must call it.
 
     An object of the user may raise on one rank: then every rank raises, instead of waiting in the next exchange.
 
@@ -87,24 +91,33 @@ def collect_rank_states(
         modules: whose buffers are collected.
         collect_content: returns the state of the user's objects on this rank.
         lent_weights: by name, live tensors that are currently swapped out of the module (for example for EMA).
+        everywhere: collect it on every rank, except buffers: for a state that each rank holds in memory.
+
+    Returns:
+        None on the ranks that do not get it.
     """
-    local_buffers: list[RankBuffers] = []
 
     def collect_entry() -> _RankEntry[_Content]:
-        # Appended rather than returned: what a rank returns is sent to all others.
-        local_buffers.append(
-            [_rank_buffers(strategy, module, lent_weights) for module in modules]
-        )
+        buffers: RankBuffers = []
+        if not everywhere:
+            buffers = [_rank_buffers(strategy, m, lent_weights) for m in modules]
         content = collect_content()
         # Last: the user's objects may have drawn numbers for their states.
         rng = rng_state(strategy.device)
-        return _RankEntry(content, strategy.data.rank, rng)
+        return _RankEntry(content, strategy.data.rank, rng, buffers)
 
-    entries = on_every_rank(world, collect_entry)
-    # They are large: rank 0, which writes them, is the only one that gets them.
-    buffers = world.gather_object(local_buffers[0])
-    if buffers is not None and not any(map(any, buffers)):
-        buffers = None
+    entry = fail_together(world, collect_entry)
+    entries: list[_RankEntry[_Content]] | None
+    if everywhere:
+        entries = world.all_gather_object(entry)
+    else:
+        # Large, and one for each rank: what only rank 0 writes is not sent to all others.
+        entries = world.gather_object(entry)
+    if entries is None:
+        return None
+    buffers = None
+    if any(any(entry.buffers) for entry in entries):
+        buffers = [entry.buffers for entry in entries]
     return RankStates(
         contents=[entry.content for entry in entries],
         data_ranks=[entry.data_rank for entry in entries],

@@ -53,6 +53,12 @@ __all__ = [
 
 _STORAGE_TIMEOUT: Final = timedelta(days=1)
 """How long ranks wait for the slowest storage; training waits only where it needs the next checkpoint."""
+_MANY_RANKS: Final = 64
+"""From this size on rank 0 collects the numbers of all ranks and sends them down a tree.
+
+gloo gathers around a ring, whose messages grow with the square of the ranks, and whose time with their number. On few
+ranks the ring is one exchange instead of two.
+"""
 _WORLD_CACHE: dict[Hashable, Any] = {}
 """The results of `once_per_world`, by key."""
 _WORLD: Final = "world"
@@ -277,9 +283,18 @@ class ProcessGroup:
         if self._is_fake:
             return [values] * self.size
         row = torch.tensor(values, dtype=torch.float64)
-        rows = [torch.empty_like(row) for _ in range(self.size)]
-        dist.all_gather(rows, row, group=self._cpu)
-        return [row.tolist() for row in rows]  # no sync point: on the host
+        table = torch.empty(self.size, len(values), dtype=torch.float64)
+        # Views: what arrives is written into the table.
+        rows = list(table)
+        if self.size < _MANY_RANKS:
+            dist.all_gather(rows, row, group=self._cpu)
+        else:
+            dist.gather(
+                row, rows if self.rank == 0 else None, group=self._cpu, group_dst=0
+            )
+            dist.broadcast(table, group=self._cpu, group_src=0)
+        numbers: list[list[float]] = table.tolist()  # no sync point: on the host
+        return numbers
 
     def side_group(self, recreate: bool = False) -> dist.ProcessGroup:
         """A gloo group of the same processes for control traffic; the first call creates it.

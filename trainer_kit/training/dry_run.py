@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from trainer_kit.checkpoint.encoding import encode
-from trainer_kit.core.collective_errors import on_rank_zero
+from trainer_kit.core.collective_errors import fail_together, on_rank_zero
 from trainer_kit.state.collect import SavedState, collect, plain_hparams
 from trainer_kit.step.run import Fit
 from trainer_kit.training.session import Session
@@ -34,7 +34,11 @@ def check_saveable(trainer: Session, run: Fit) -> None:
 
     def encode_state(state: SavedState) -> None:
         if run.strategy.sharded:
-            encode(state, {}, copy=False, sharded=True)
+            # Rank 0 alone has the entries of all ranks.
+            fail_together(
+                run.strategy.world,
+                lambda: bool(encode(state, {}, copy=False, sharded=True)),
+            )
             return
         # Rank 0 writes; an engine that gathers its state has it only there.
         on_rank_zero(run.strategy.world, lambda: bool(encode(state, {}, copy=False)))

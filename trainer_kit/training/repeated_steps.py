@@ -138,6 +138,7 @@ def compose_guard(
             trainer.data_seed,
             weights_only=False,
             owes_validation=owes_validation,
+            everywhere=True,
         )
         return trainer.unsaveable.leave_out(state)
 

@@ -1,0 +1,65 @@
+"""What ranks exchange grows with their number, not with its square: the real code in worlds of two sizes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "docs" / "generate_scale.py"
+SIZES = (128, 256)
+# A process of its own: a process group stays with its process.
+COUNT = f"""
+import json, runpy, sys
+scale = runpy.run_path(sys.argv[1])
+counts = []
+for size in {SIZES}:
+    scenes = scale["count"](size)
+    counts.append({{name: [vars(e) for e in scene] for name, scene in scenes.items()}})
+print(json.dumps(counts))
+"""
+RINGS = {
+    # torch's gather_object sends the length of each object around.
+    "start": 1,
+    "a checkpoint that rank 0 writes (DDP)": 1,
+    "start from a checkpoint": 1,
+    # The values are on the device.
+    "after a step: requests, signals, values that were logged": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def scenes() -> list[dict[str, list[dict[str, Any]]]]:
+    arguments = [sys.executable, "-c", COUNT, str(SCRIPT)]
+    output = subprocess.run(arguments, check=True, capture_output=True, text=True)
+    counts: list[dict[str, list[dict[str, Any]]]]
+    counts = json.loads(output.stdout.splitlines()[-1])
+    return counts
+
+
+def test_no_exchange_grows_with_the_square_of_the_ranks(scenes: Any) -> None:
+    """Each message of each rank to each other one is one of these rings."""
+    for counts in scenes:
+        rings = {
+            name: [e for e in exchanges if e["kind"] == "all_gather"]
+            for name, exchanges in counts.items()
+        }
+        assert {name: len(found) for name, found in rings.items() if found} == RINGS
+        for found in rings.values():
+            assert all(exchange["size"] <= 64 for exchange in found), found
+
+
+def test_what_a_rank_sends_does_not_grow(scenes: Any) -> None:
+    """But for what rank 0 sends to all: a row of numbers for each rank."""
+    small, large = scenes
+    for name, exchanges in large.items():
+        for before, after in zip(small[name], exchanges, strict=True):
+            assert before["kind"] == after["kind"], name
+            limit = before["size"] * 1.25
+            if after["kind"] == "broadcast":
+                limit = before["size"] * 2
+            assert after["size"] <= limit, (name, before, after)
