@@ -11,6 +11,7 @@ from trainer_kit.commands.checkpoint import checkpoint, merge_weights
 from trainer_kit.commands.config import config
 from trainer_kit.commands.doctor import doctor, env
 from trainer_kit.commands.estimate_memory import estimate_memory
+from trainer_kit.commands.evaluate import evaluate
 from trainer_kit.commands.launch import explain, launch
 from trainer_kit.commands.migrate import migrate
 from trainer_kit.commands.plan import plan
@@ -53,6 +54,7 @@ for _command in (
     doctor,
     env,
     estimate_memory,
+    evaluate,
     explain,
     launch,
     merge_weights,

@@ -161,12 +161,16 @@ class JSONLLogger(DirectoryLogger):
         line = f"{text}\n".encode()
         file = self._open()
         # One system call for a whole line: a process that is killed leaves all of it or nothing.
-        if os.write(file, line) != len(line):
+        written = os.write(file, line)
+        line_end = os.lseek(file, 0, os.SEEK_CUR)
+        # Where the line really is: an evaluation beside the run may have appended one meanwhile.
+        line_start = line_end - written
+        if written != len(line):
             # A full disk takes the start of a line; without the cut, the next record would be glued to it.
-            os.ftruncate(file, self._size)
+            os.ftruncate(file, line_start)
             raise OSError(f"{self.path}: no space left for a line of {len(line)} bytes")
-        self.line = self._size
-        self._size += len(line)
+        self.line = line_start
+        self._size = line_end
 
     def read_values(self, line: int) -> tuple[JsonObject, int, float]:
         """Read what one call of ``log_metrics`` wrote.

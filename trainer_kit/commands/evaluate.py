@@ -1,0 +1,238 @@
+"""``trainer-kit evaluate``: validate the checkpoints of a run in another process, on another device."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, final
+
+import click
+
+from trainer_kit.commands.terminal import FilePath
+from trainer_kit.core.display import plural
+from trainer_kit.core.errors import CheckpointError, ConfigurationError
+from trainer_kit.core.types import Keywords
+
+if TYPE_CHECKING:
+    from trainer_kit.checkpoint.store import CheckpointRecord
+    from trainer_kit.loggers.journal import JSONLLogger
+    from trainer_kit.state.records import RunRecord
+    from trainer_kit.training.session import Session
+
+__all__ = ["evaluate"]
+
+_COMMIT: Final = "commit"
+"""The count in a line of the journal that names the evaluated checkpoint: the number of its commit."""
+_LOCK: Final = "evaluation"
+"""The directory in a run's directory whose lock one evaluating process holds."""
+
+
+@click.command("evaluate")
+@click.argument(
+    "run",
+    metavar="RUN",
+    type=FilePath(exists=True, file_okay=False, path_type=Path),
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "--follow",
+    is_flag=True,
+    help="Wait for further checkpoints until the run has finished.",
+)
+@click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    help="Where to evaluate: auto, cpu, cuda, cuda:1, ...",
+)
+@click.option(
+    "--every",
+    type=click.FloatRange(min=0.1),
+    default=5,
+    show_default=True,
+    help="Seconds between two looks for checkpoints, with --follow.",
+)
+def evaluate(
+    run: Path, arguments: tuple[str, ...], follow: bool, device: str, every: float
+) -> None:
+    """Validate each checkpoint of the run in the directory RUN, and write the values to its journal.
+
+    The script of the run is executed up to its first Trainer.fit, with the arguments of the run, or those after --. A
+    checkpoint that the journal has values of is not evaluated again.
+    """
+    from trainer_kit.checkpoint.lock import DirectoryLock
+
+    lock = DirectoryLock(run / _LOCK)
+    try:
+        # The script's own output is not that of this command.
+        with contextlib.redirect_stdout(sys.stderr):
+            evaluator = _open_evaluator(run, arguments, device)
+        while True:
+            # Before the checkpoints: those of a run that has finished are all there.
+            is_finished = evaluator.record().status == "finished"
+            for checkpoint in evaluator.pending():
+                click.echo(evaluator.evaluate(checkpoint))
+            if is_finished or not follow:
+                break
+            time.sleep(every)
+    finally:
+        lock.release()
+        # That of a process that was killed is left to the next one.
+        with contextlib.suppress(OSError):
+            (run / _LOCK).rmdir()
+    click.echo(f"{plural(len(evaluator.commits), 'checkpoint')} evaluated in {run}")
+
+
+@final
+@dataclass(frozen=True)
+class _Evaluator:
+    """Evaluates checkpoints of one run.
+
+    Attributes:
+        run: its directory.
+        trainer: of the script, on this device.
+        fit: what the script passes to `validate`: the module, its loaders and its datamodule.
+        journal: of the run.
+        commits: the numbers of the checkpoints that need no evaluation any more.
+    """
+
+    run: Path
+    trainer: Session
+    fit: Any
+    journal: JSONLLogger
+    commits: set[int]
+
+    def record(self) -> RunRecord:
+        """The record of the run's newest start."""
+        return _newest_record(self.run)
+
+    def pending(self) -> Iterator[CheckpointRecord]:
+        """The checkpoints without values, the oldest one first."""
+        from trainer_kit.checkpoint.store import checkpoints
+
+        record = self.record()
+        for directory in record.checkpoint_directories:
+            for checkpoint in checkpoints(directory):
+                # Several runs may save to one directory.
+                is_of_run = checkpoint.info.get("run", "") in ("", record.id)
+                if is_of_run and _commit(checkpoint) not in self.commits:
+                    yield checkpoint
+
+    def evaluate(self, checkpoint: CheckpointRecord) -> str:
+        """Evaluate one checkpoint, and write its values to the journal; returns a line about it."""
+        self.commits.add(_commit(checkpoint))
+        name = f"step {checkpoint.step}"
+        try:
+            counts = _read_counts(checkpoint)
+            with contextlib.redirect_stdout(sys.stderr):
+                self.trainer.validate(  # type: ignore[attr-defined]  # the script's class of Trainer
+                    self.fit.module,
+                    self.fit.val_dataloaders,
+                    ckpt_path=checkpoint.path,
+                    verbose=False,
+                    datamodule=self.fit.datamodule,
+                )
+        except CheckpointError:
+            if checkpoint.path.exists():
+                raise
+            return f"{name}: deleted by the run before it was evaluated"
+        values = dict(self.trainer.metrics.logged)
+        # Of this process, which has trained no epoch.
+        values.pop("epoch", None)
+        # One line, written at once: a process that is killed has written all of it or nothing.
+        self.journal.log_metrics(
+            values, checkpoint.step, {**counts, _COMMIT: _commit(checkpoint)}
+        )
+        texts = [f"{metric} {value:.6g}" for metric, value in values.items()]
+        return f"{name}: {', '.join(texts) or 'no values'}"
+
+
+def _open_evaluator(run: Path, arguments: tuple[str, ...], device: str) -> _Evaluator:
+    from trainer_kit.commands.script import captured_fit
+    from trainer_kit.loggers.journal import JSONLLogger
+    from trainer_kit.trainer import Trainer
+
+    record = _newest_record(run)
+    if not record.script or record.fit:
+        raise ConfigurationError(
+            "the script of this run cannot be executed up to its fit",
+            found=f"fit {record.fit + 1} of {record.script or 'code that was typed in'}",
+            fix="trainer.validate(module, loader, ckpt_path=...) evaluates one checkpoint",
+        )
+    fit = captured_fit(record.script, arguments or record.args, trainer_class=Trainer)
+    # One process, which leaves no files and continues nothing.
+    options: Keywords = {
+        "logger": False,
+        "num_nodes": 1,
+        "resume": None,
+        "strategy": "auto",
+        **_device_arguments(device),
+    }
+    # A run that leaves its validation to this command has none of its own.
+    if fit.arguments.get("limit_val_batches") == 0:
+        options["limit_val_batches"] = 1.0
+    trainer = Trainer(**{**fit.arguments, **options})
+    journal = JSONLLogger(run, "", "")
+    return _Evaluator(run, trainer, fit, journal, _evaluated_commits(journal))
+
+
+def _newest_record(run: Path) -> RunRecord:
+    from trainer_kit.state.records import RUN, read_records
+
+    records = read_records(run / RUN)
+    if not records:
+        raise ConfigurationError(
+            f"{run} is not the directory of a run that keeps checkpoints",
+            found=f"no record in {run / RUN}",
+            fix="name the directory that a Trainer prints as its log_dir",
+        )
+    return max(records, key=lambda record: record.number)
+
+
+def _device_arguments(device: str) -> Keywords:
+    accelerator, _, index = device.partition(":")
+    if not index:
+        return {"accelerator": accelerator, "devices": 1}
+    if not index.isdecimal():
+        raise ConfigurationError(
+            "a device is named by its kind and its number",
+            found=f"--device {device}",
+            fix="for example --device cuda:1",
+        )
+    return {"accelerator": accelerator, "devices": [int(index)]}
+
+
+def _evaluated_commits(journal: JSONLLogger) -> set[int]:
+    """The checkpoints that the journal has values of."""
+    from trainer_kit.loggers.journal import read_journal
+
+    if not journal.path.exists():
+        return set()
+    commits = set()
+    for line in read_journal(journal.path):
+        counts = line.get("counts")
+        if isinstance(counts, dict) and _COMMIT in counts:
+            commits.add(counts[_COMMIT])
+    return commits
+
+
+def _commit(checkpoint: CheckpointRecord) -> int:
+    """The number of its commit: a step that is trained again has another one."""
+    return round(checkpoint.created.timestamp() * 1e6)
+
+
+def _read_counts(checkpoint: CheckpointRecord) -> Mapping[str, int]:
+    """The samples and tokens that the checkpoint was trained on."""
+    from trainer_kit.checkpoint.read import read_parts, resolve_checkpoint
+
+    resolved = resolve_checkpoint(checkpoint.path)
+    # A checkpoint of weights alone has no counts.
+    if "progress" not in resolved.parts:
+        return {}
+    progress = read_parts(resolved, ["progress"])["progress"]
+    counts = {name: int(progress.get(name, 0)) for name in ("samples", "tokens")}
+    return {name: count for name, count in counts.items() if count}
