@@ -233,6 +233,12 @@ def _read_counts(checkpoint: CheckpointRecord) -> Mapping[str, int]:
     # A checkpoint of weights alone has no counts.
     if "progress" not in resolved.parts:
         return {}
-    progress = read_parts(resolved, ["progress"])["progress"]
-    counts = {name: int(progress.get(name, 0)) for name in ("samples", "tokens")}
-    return {name: count for name, count in counts.items() if count}
+    parts = read_parts(resolved, ["progress"])
+    progress = parts["progress"]
+    counts = {}
+    for name in ("samples", "tokens"):
+        count = int(progress.get(name, 0))
+        # Nothing has counted them.
+        if count:
+            counts[name] = count
+    return counts
