@@ -167,7 +167,11 @@ class Processes(ABC):
         """Accepted, without effect: the device is chosen when the process starts."""
 
     def destroy_process_group(self, group: ProcessGroup | None = None) -> None:
-        """Leave a process group; by default the group of all processes."""
+        """Leave a process group; without process groups this does nothing.
+
+        Args:
+            group: a group of ``torch.distributed``; None: the group of all processes.
+        """
         if dist.is_initialized():
             dist.destroy_process_group(group)
 
@@ -176,7 +180,12 @@ class Processes(ABC):
         self.collectives.barrier()
 
     def print(self, *values: object, **options: Any) -> None:
-        """Print once on each machine."""
+        """Print once on each machine.
+
+        Args:
+            values: the objects to print.
+            options: of ``print``: ``sep``, ``end``, ``file``, ``flush``.
+        """
         if self.is_local_main_process:
             print(*values, **options)
 
@@ -209,28 +218,52 @@ class Processes(ABC):
                 self.world.barrier()
 
     def on_main_process(self, function: _F) -> _F:
-        """Decorator: only the main process calls ``function``; the others get None."""
+        """Decorator: only the main process calls ``function``.
+
+        Args:
+            function: the function to decorate; a process that does not call it gets None in place of its result.
+        """
         return _call_if(self.is_main_process, function)
 
     def on_local_main_process(self, function: _F) -> _F:
-        """Decorator: only the first process of each machine calls ``function``."""
+        """Decorator: only the first process of each machine calls ``function``.
+
+        Args:
+            function: the function to decorate; a process that does not call it gets None in place of its result.
+        """
         return _call_if(self.is_local_main_process, function)
 
     def on_last_process(self, function: _F) -> _F:
-        """Decorator: only the last process calls ``function``."""
+        """Decorator: only the last process calls ``function``.
+
+        Args:
+            function: the function to decorate; a process that does not call it gets None in place of its result.
+        """
         return _call_if(self.is_last_process, function)
 
     def on_process(
         self, function: _F | None = None, process_index: int | None = None
     ) -> Any:
-        """Decorator: only process ``process_index`` calls ``function``."""
+        """Decorator: only process ``process_index`` calls ``function``.
+
+        Args:
+            function: the function to decorate; a process that does not call it gets None in place of its result. None
+                returns the decorator: ``@state.on_process(process_index=1)``.
+            process_index: the rank of the process, from 0; None: no process.
+        """
         decorate = functools.partial(_call_if, self.process_index == process_index)
         return decorate if function is None else decorate(function)
 
     def on_local_process(
         self, function: _F | None = None, local_process_index: int | None = None
     ) -> Any:
-        """Decorator: only process ``local_process_index`` of each machine calls ``function``."""
+        """Decorator: only process ``local_process_index`` of each machine calls ``function``.
+
+        Args:
+            function: the function to decorate; a process that does not call it gets None in place of its result. None
+                returns the decorator: ``@state.on_local_process(local_process_index=1)``.
+            local_process_index: the rank of the process on its machine, from 0; None: no process.
+        """
         decorate = functools.partial(
             _call_if, self.local_process_index == local_process_index
         )
@@ -350,6 +383,16 @@ class PartialState(Processes):
         cpu: compute on the CPU even if the machine has an accelerator.
         **options: Accelerate's other options, such as ``backend`` and ``timeout``: accepted, without effect.
 
+    Attributes:
+        num_processes: the number of processes.
+        process_index: the rank of this process.
+        local_process_index: its rank on its machine.
+        is_main_process: whether it is the first process.
+        is_local_main_process: whether it is the first process of its machine.
+        is_last_process: whether it is the last process.
+        use_distributed: whether there are several processes.
+        fork_launched: whether a launcher of notebooks has forked this process.
+
     Example:
         >>> state = PartialState(cpu=True)
         >>> state.num_processes, state.is_main_process, state.device
@@ -389,10 +432,12 @@ class PartialState(Processes):
 
     @property
     def world(self) -> Group:
+        """The group of all processes; the first access joins it, and waits for the others."""
         return self._join().world
 
     @property
     def device(self) -> torch.device:
+        """The device of this process."""
         # Only the strategy knows XLA's device; torch does not.
         if self._accelerator == "auto" and launched_on_xla():
             return self._join().device

@@ -276,6 +276,12 @@ class DirectoryLogger(ABC):
 
     Raises:
         ConfigurationError: ``save_dir`` is a URL.
+
+    Example:
+        >>> from trainer_kit.loggers import CSVLogger
+        >>> logger = CSVLogger("logs", name="digits", version=0)
+        >>> logger.root_dir, logger.log_dir
+        ('logs/digits', 'logs/digits/version_0')
     """
 
     writes_alone: Final = True
@@ -357,6 +363,9 @@ class DirectoryLogger(ABC):
     def load_state_dict(self, state: SavedState) -> None:
         """Continue the run of ``state`` unless a version was given; files already written stay.
 
+        Args:
+            state: what ``state_dict`` returned: ``{"name": ..., "version": ...}``.
+
         Raises:
             ConfigurationError: the version is not the name of a directory in ``root_dir``.
         """
@@ -396,11 +405,20 @@ class DirectoryLogger(ABC):
 
     @abstractmethod
     def finalize(self, status: str) -> None:
-        """Write all buffered values and close all files; logging may continue."""
+        """Write all buffered values and close all files; logging may continue.
+
+        Args:
+            status: ``"success"``, ``"failed"`` or ``"interrupted"``.
+        """
 
     @abstractmethod
     def log_metrics(self, metrics: LoggedValues, step: int | None = None) -> None:
-        """Log the values of ``step``."""
+        """Log the values of ``step``.
+
+        Args:
+            metrics: numbers, or tensors of one element, by name.
+            step: the step of the values; the subclass says what None means.
+        """
 
     def _directory(self) -> Path:
         path = Path(self.log_dir)

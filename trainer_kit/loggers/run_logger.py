@@ -77,6 +77,26 @@ class RunLogger(ABC, Generic[_Run]):
 
     Raises:
         ConfigurationError: the tracker's package is not installed.
+
+    Example:
+        >>> class ListLogger(RunLogger[list[object]]):
+        ...     requires = module = "torch"
+        ...     extra = "examples"
+        ...     def _begin(self, id):
+        ...         return [], id or "run-1"
+        ...     def _end(self, run, status):
+        ...         run.append(status)
+        ...     def _write_metrics(self, run, values, step):
+        ...         run.append((step, dict(values)))
+        ...     def _write_params(self, run, params):
+        ...         run.append(dict(params))
+        >>> logger = ListLogger(name="digits")
+        >>> run = logger.experiment
+        >>> logger.log_hyperparams({"lr": 0.1})
+        >>> logger.log_metrics({"loss": 0.5}, step=3)
+        >>> logger.finalize("success")
+        >>> run
+        [{'lr': 0.1}, (3, {'loss': 0.5}), 'success']
     """
 
     requires: ClassVar[str]
@@ -245,6 +265,9 @@ class RunLogger(ABC, Generic[_Run]):
     def load_state_dict(self, state: SavedState) -> None:
         """Continue the run of ``state``, unless a run has begun here or was given.
 
+        Args:
+            state: what ``state_dict`` returned: ``{"id": the id of the run}``, or an empty dict.
+
         Raises:
             ConfigurationError: the id is invalid; a record or a checkpoint was edited.
         """
@@ -402,7 +425,13 @@ class RunLogger(ABC, Generic[_Run]):
         )
 
     def log_text(self, key: str, text: str, step: int | None = None) -> None:
-        """Log text under ``key``."""
+        """Log text.
+
+        Args:
+            key: its name.
+            text: the text; other objects are converted by ``str``.
+            step: None for that of the previous call.
+        """
         self._write_text(self.experiment, key, str(text), self._resolve_step(step))
 
     def log_histogram(
@@ -429,6 +458,13 @@ class RunLogger(ABC, Generic[_Run]):
         step: int | None = None,
     ) -> None:
         """Log a table, from ``columns`` and the rows ``data`` or from a data frame.
+
+        Args:
+            key: its name.
+            columns: the names of the columns; None: their numbers, from 0.
+            data: the rows, each with one value per column.
+            dataframe: a pandas data frame, in place of ``columns`` and ``data``.
+            step: None for that of the previous call.
 
         Raises:
             LogError: a row's number of values differs from the number of columns.
