@@ -19,6 +19,9 @@ def run(work: Work) -> nn.Module:
         "usual": usual,
         "eval": evaluate,
         "eval_metric": evaluate,
+        "eval_loader": evaluate,
+        "mean_loader": evaluate,
+        "predict": predict,
         "accumulate": accumulate,
         "ddp2": distributed,
         "ddp2_own": distributed,
@@ -117,5 +120,20 @@ def evaluate(work: Work) -> nn.Module:
                 samples += len(x)
     if work.mean:
         work.losses["loss"] = (total / samples).item()
+    work.clock.stop()
+    return model
+
+
+def predict(work: Work) -> nn.Module:
+    model = make_model()
+    model.eval()
+    outputs = []
+    tick, points = work.clock.tick, work.clock.points
+    with torch.inference_mode():
+        for x, _ in work.batches:
+            step = tick()
+            if step in points:
+                work.clock.hit(step)
+            outputs.append(model(x))
     work.clock.stop()
     return model

@@ -14,6 +14,9 @@ cases:
   log5          bare, and five scalars logged every step with averages over the epoch
   eval          one evaluation batch
   eval_metric   the same, with the mean of the loss
+  eval_loader   one evaluation batch of a DataLoader
+  mean_loader   the same, with the mean of the loss
+  predict       one prediction batch of a DataLoader
   accumulate    four micro-batches an optimizer step, gradients clipped by norm; for one micro-batch
   ddp2          bare, on two gloo processes with a DataLoader, over a hand-written DistributedDataParallel loop
   ddp2_own      the same over batches that the user divided: the size of the other rank's batch is unknown beforehand
@@ -60,6 +63,9 @@ CASES = {
     "log5": WITH_HOOKS,
     "eval": EVERY_LIBRARY,
     "eval_metric": EVERY_LIBRARY,
+    "eval_loader": EVERY_LIBRARY,
+    "mean_loader": EVERY_LIBRARY,
+    "predict": WITH_HOOKS,
     "accumulate": EVERY_LIBRARY,
     "ddp2": EVERY_LIBRARY,
     "ddp2_own": EVERY_LIBRARY,
@@ -67,7 +73,7 @@ CASES = {
     "import": EVERY_LIBRARY,
 }
 # The case without what is measured: `over bare` and `extra` compare with it.
-BASE = {"usual": "bare", "eval_metric": "eval"}
+BASE = {"usual": "bare", "eval_metric": "eval", "mean_loader": "eval_loader"}
 # For a loop of the user's own with trainer_kit's Accelerator, called "raw".
 RAW_BUDGETS = {"bare": ("ratio", 1.10), "accumulate": ("ratio", 1.10)}
 # For trainer_kit: the column, and its budget (docs/design.md, chapter 9).
@@ -77,7 +83,10 @@ BUDGETS = {
     "idle50": ("extra_calls", 0.0),
     "log5": ("extra_us", 35.0),
     "eval": ("ratio", 1.10),
-    "eval_metric": ("ratio", 1.25),
+    "eval_metric": ("ratio", 1.05),
+    "eval_loader": ("ratio", 1.02),
+    "mean_loader": ("ratio", 1.05),
+    "predict": ("ratio", 1.02),
     "accumulate": ("ratio", 1.05),
     "ddp2": ("ratio", 1.03),
     "capture": ("ratio", 0.7),
@@ -124,7 +133,7 @@ def measure(case: str, library: str, steps: int, count: bool) -> dict[str, Any]:
     import hand_written
     import peers
     import torch
-    from workload import Batches, Clock, Samples, Work
+    from workload import FROM_LOADER, Batches, Clock, Samples, Work
 
     torch.set_num_threads(1)
     rank = int(os.environ.get("RANK", "0"))
@@ -149,6 +158,8 @@ def measure(case: str, library: str, steps: int, count: bool) -> dict[str, Any]:
                 if loop is peers.PEERS["trainer_kit"]
                 else samples.shard(rank, world)
             )
+        elif case in FROM_LOADER:
+            batches = Samples(everything).loader()
         with tempfile.TemporaryDirectory() as directory:
             work = Work(case, batches, clock, directory, **extra)
             finals.append(

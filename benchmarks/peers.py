@@ -68,6 +68,13 @@ def _trainer(
             if mean:
                 self.log("loss", loss, batch_size=len(x))
 
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            step = clock.tick()
+            if step in clock.points:
+                clock.hit(step)
+            x, _ = batch
+            return self.net(x)
+
         def configure_optimizers(self) -> Any:
             return make_optimizer(self.net)
 
@@ -114,7 +121,7 @@ def _trainer(
             "log_every_n_steps": LOG_EVERY,
             "enable_model_summary": False,
         }
-    elif work.case in ("log5", "eval_metric", "idle50"):
+    elif work.case in ("log5", "eval_metric", "mean_loader", "idle50"):
         kwargs |= {
             "logger": False,
             "enable_checkpointing": False,
@@ -131,10 +138,12 @@ def _trainer(
     trainer = library.Trainer(
         max_epochs=1, accelerator="cpu", default_root_dir=work.directory, **kwargs
     )
-    if work.case.startswith("eval"):
+    if work.evaluates:
         trainer.validate(module, work.batches, verbose=False)
         if mean:
             work.losses["loss"] = float(trainer.callback_metrics["loss"])
+    elif work.case == "predict":
+        trainer.predict(module, work.batches)
     else:
         trainer.fit(module, work.batches)
     clock.stop()
@@ -152,7 +161,7 @@ def fabric(work: Work) -> nn.Module:
     def backward(loss: Any) -> None:
         fabric.backward(loss)
 
-    if work.case.startswith("eval"):
+    if work.evaluates:
         _evaluate(work, model)
     elif work.case == "accumulate":
         tick, points = work.clock.tick, work.clock.points
@@ -193,7 +202,7 @@ def _accelerated(work: Work, kind: Any) -> nn.Module:
     accelerator = kind(cpu=True, gradient_accumulation_steps=windows)
     net = make_model()
     model, optimizer = accelerator.prepare(net, make_optimizer(net))
-    if work.case.startswith("eval"):
+    if work.evaluates:
         _evaluate(work, model)
     elif work.case == "accumulate":
         tick, points = work.clock.tick, work.clock.points
@@ -301,7 +310,7 @@ def ignite(work: Work) -> nn.Module:
         x, y = batch
         return F.cross_entropy(net(x), y)
 
-    evaluating = work.case.startswith("eval")
+    evaluating = work.evaluates
     engine = Engine(evaluate if evaluating else train)
     if work.mean:
         from ignite.metrics import Average

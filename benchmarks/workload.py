@@ -18,6 +18,7 @@ __all__ = [
     "ACCUMULATION",
     "BATCH",
     "CLIP",
+    "FROM_LOADER",
     "LOG_EVERY",
     "Batches",
     "Clock",
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 BATCH, ACCUMULATION, CLIP, LOG_EVERY = 32, 4, 1.0, 10
+FROM_LOADER = frozenset({"eval_loader", "mean_loader", "predict"})
 
 
 def make_model() -> nn.Module:
@@ -149,4 +151,9 @@ class Work:
     @property
     def mean(self) -> bool:
         """Whether evaluation ends with the mean of the loss."""
-        return self.case == "eval_metric"
+        return self.case in ("eval_metric", "mean_loader")
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether a batch is evaluated, and nothing is trained."""
+        return self.case.startswith("eval") or self.mean

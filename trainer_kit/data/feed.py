@@ -29,7 +29,7 @@ from trainer_kit.core.types import (
 from trainer_kit.data.combined import CombinedLoader, CombinedSource, read_together
 from trainer_kit.data.division import divided_for_other_ranks
 from trainer_kit.data.list_source import ListSource
-from trainer_kit.data.order import EMPTY, MISSING, SampleIndex
+from trainer_kit.data.order import EMPTY, MISSING
 from trainer_kit.data.sizes import SizedBatch
 from trainer_kit.data.source import (
     ReadOptions,
@@ -439,6 +439,10 @@ class Feed:
         samples: ``samples(index)`` returns the number of samples of a global micro-batch over all ranks; None if it is
             unknown before reading. With a user's batch sampler it is known after the batch was read.
         describe: returns one line about the data, their order and their division.
+        record_indices: from the next epoch on, keeps the dataset's indices of each batch for ``next_indices``.
+        next_indices: returns the dataset's indices of this rank's next batch, once that was read, in the order of
+            reading; None where the loader does not draw them: for a stream, a list of batches, or several loaders read
+            together.
 
     Raises:
         DataError: a loader that cannot be iterated, a batch size that cannot be set, a sampler that divides for
@@ -507,6 +511,8 @@ class Feed:
         self.stride = self._source.stride
         self.samples = self._source.samples
         self.describe = self._source.describe
+        self.record_indices = self._source.record_indices
+        self.next_indices = self._source.next_indices
         self.close = self._source.close
 
     @property
@@ -563,17 +569,6 @@ class Feed:
         if len(indices) > _SHOWN:
             shown += f" and {len(indices) - _SHOWN} more"
         return f"{name} (samples {shown} of the dataset)"
-
-    def record_indices(self) -> None:
-        """From the next epoch on, keep the dataset's indices of each batch for `next_indices`."""
-        self._source.record_indices()
-
-    def next_indices(self) -> list[SampleIndex] | None:
-        """The dataset's indices of this rank's next batch, once that was read, in the order of reading.
-
-        None where the loader does not draw them: for a stream, a list of batches, or several loaders read together.
-        """
-        return self._source.next_indices()
 
     def ask_for_sizes(self, how: str) -> None:
         """Warn, once and on rank 0, if the numbers of samples were read from batches and may be wrong.

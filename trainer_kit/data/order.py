@@ -273,11 +273,18 @@ class SampleBlocks(Split):
         head: list[SampleIndex] = []
         order = self._order_from(first, head)
         sizes = self.sizes
+        # The usual case, without a call for each batch.
+        takes_block = self.size == 1 and self._sample_seed is None
+        shares = self.shares
         block = list(islice(order, block_size))
         while len(block) == block_size:
             self.handed += 1
             sizes.append(self.batch_size)
-            if self.interleave:
+            if takes_block:
+                if shares is not None:
+                    shares.append(list(block))
+                yield block
+            elif self.interleave:
                 share = block[self.rank :: self.size]
                 yield self._record_share(share, first + self.rank)
             elif self.size == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -137,12 +137,12 @@ class Evaluation:
             epoch: which sampling of its data is read.
             outputs: what the step returns is appended here, and `EMPTY` for a padding batch; None: it is dropped.
         """
-        step, extra = self._bound_step(loader)
+        step = self._bound_step(loader)
         starts, ends = self.listeners("batch_start"), self.listeners("batch_end")
         metrics, move = self.metrics, self.move
         # Ranks run collectives in the step, so a rank without a batch takes part with a padding batch.
         lockstep = self.strategy.lockstep
-        context, step_name = self.precision.forward_context(), self.step_name
+        step_name = self.step_name
         feed, predicts = self.feeds[loader], self.stage == "predict"
         weigh = None
         if not self.whole_batches:
@@ -164,7 +164,7 @@ class Evaluation:
                 if outputs is not None:
                     outputs.append(EMPTY)
                 if lockstep:
-                    self._run_padding(partial(step, earlier, index, *extra))
+                    self._run_padding(partial(step, earlier, index))
                 continue
             ran = True
             if predicts:
@@ -180,11 +180,7 @@ class Evaluation:
             for hook in starts:
                 hook(batch, index, loader)
             metrics.hook = step_name
-            if context is None:
-                output = step(batch, index, *extra)
-            else:
-                with context:
-                    output = step(batch, index, *extra)
+            output = step(batch, index)
             # The padding batch of this rank, should the others have more.
             if lockstep:
                 earlier = batch
@@ -197,15 +193,21 @@ class Evaluation:
                 self.publish(metrics.flush_evaluation_step(), self.seen[loader])
         return ran
 
-    def _bound_step(self, loader: int) -> tuple[_Step, tuple[int, ...]]:
-        """The step under the strategy, and its arguments after batch and index."""
+    def _bound_step(self, loader: int) -> _Step:
+        """The step under strategy and precision, as a function of batch and index."""
         step: _Step = getattr(self.module, self.step_name)
         # As in Lightning, `dataloader_idx` is passed only where there are several loaders.
         extra = (loader,) if len(self.feeds) > 1 else ()
         if not takes(step, 2 + len(extra)):
             step = _first_arguments(step, extra)
             extra = ()
-        return self.strategy.bind_evaluation(step, whole=self.whole_batches), extra
+        step = self.strategy.bind_evaluation(step, whole=self.whole_batches)
+        if extra:
+            step = _with_arguments(step, extra)
+        context = self.precision.forward_context()
+        if context is not None:
+            step = _inside_context(step, context)
+        return step
 
     def _shared_first_batch(self, batch: _Batch, loader: int) -> _Batch:
         """A batch that ranks without one can run as padding; None where none is needed. Every data rank calls it."""
@@ -228,9 +230,8 @@ class Evaluation:
 
     def _run_padding(self, step: Callable[[], object]) -> None:
         """Run a padding batch for the collectives of the other ranks, without hooks and without logging."""
-        context = self.precision.forward_context() or nullcontext()
         effects = without_side_effects(self.module, self.strategy.device)
-        with self.metrics.unrecorded(self.step_name), effects, context:
+        with self.metrics.unrecorded(self.step_name), effects:
             step()
 
 
@@ -293,6 +294,18 @@ def _first_arguments(step: _Step, extra: tuple[int, ...]) -> _Step:
     if takes(step, 1):
         return lambda batch, index: step(batch)
     return lambda batch, index: step(batch, index, *(extra or (0,)))
+
+
+def _with_arguments(step: _Step, extra: tuple[int, ...]) -> _Step:
+    return lambda batch, index: step(batch, index, *extra)
+
+
+def _inside_context(step: _Step, context: AbstractContextManager[object]) -> _Step:
+    def step_in_context(batch: _Batch, index: int) -> object:
+        with context:
+            return step(batch, index)
+
+    return step_in_context
 
 
 def _in_dataset_order(outputs: _Outputs, group: Group, keep: bool) -> _Outputs:

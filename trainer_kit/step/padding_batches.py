@@ -143,12 +143,16 @@ def padded_to_longest(
         batches: of this rank, each with its number of samples.
         strategy: its data ranks agree at each batch where the number of batches is unknown.
     """
+    # Not a generator here: that would be a call for each batch.
     if not strategy.lockstep or feed.even:
-        yield from batches
-        return
+        return batches
+    return _agreed_batches(batches, strategy.data)
+
+
+def _agreed_batches(batches: Iterator[Any], group: Group) -> Iterator[Any]:
     while True:
         batch = next(batches, _NO_BATCH)
-        rows = strategy.data.agree([batch is not _NO_BATCH])
+        rows = group.agree([batch is not _NO_BATCH])
         if not any(row[0] for row in rows):
             return
         yield MISSING if batch is _NO_BATCH else batch
