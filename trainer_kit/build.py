@@ -263,7 +263,7 @@ def _resolve_strategy(
         raise StrategyError(
             "this is not a strategy",
             found=f"strategy={strategy!r}",
-            fix="pass a word such as 'ddp', or an object of a subclass of trainer_kit.strategies.Strategy",
+            fix="pass a string such as 'ddp', or an object of a subclass of trainer_kit.strategies.Strategy",
         )
     # Otherwise a misspelled hook of a user's strategy would never be called, without an error.
     check_overrides(type(resolved), Strategy)
@@ -507,7 +507,7 @@ def _make_precision(precision: object, device_type: str) -> Precision:
         raise PrecisionError(
             "this is not a precision",
             found=f"precision={precision!r}",
-            fix='pass a word such as "bf16-mixed", or an object such as TruePrecision(torch.bfloat16)',
+            fix='pass a string such as "bf16-mixed", or an object such as TruePrecision(torch.bfloat16)',
         )
     # The library's words first: a package cannot give them another meaning.
     if str(precision).lower() not in WORDS and precision in PRECISIONS.names():

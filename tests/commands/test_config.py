@@ -95,7 +95,7 @@ def test_the_wizard_with_arrow_keys() -> None:
     person.answer("How many processes", "4\r")
     person.answer("Mixed precision?", "j\r")
     person.answer("Compile models", "2\r")
-    person.answer("Check what is exchanged", "\x1bOB\r")
+    person.answer("Check the data of collectives", "\x1bOB\r")
     code, seen = person.close()
     assert code == 0
     assert "written: " in seen
@@ -209,7 +209,7 @@ def test_default_and_show() -> None:
     assert read_configuration(WRITTEN).values["mixed_precision"] == "bf16"
     code, output = call("config", "default")
     assert code == 1
-    assert "exists and is kept" in output
+    assert "exists and was not overwritten" in output
     assert read_configuration(WRITTEN).values["mixed_precision"] == "bf16"
     assert call("config", "default", "--force")[0] == 0
     assert read_configuration(WRITTEN).values["mixed_precision"] == "no"

@@ -156,7 +156,7 @@ def test_a_feed_takes_a_pytree_and_divides_each_leaf() -> None:
         None,
     )
     assert feed.describe().startswith(
-        "max_size_cycle (an epoch ends with the longest, the others start again) of: Data"
+        "max_size_cycle (an epoch ends with the longest, the others restart) of: Data"
     )
     assert "; DataLoader over range, in order" in feed.describe()
     assert [len(rank) for rank in ranks] == [4, 4]

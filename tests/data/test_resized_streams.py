@@ -183,7 +183,7 @@ def test_a_loader_that_divides_itself_does_not_continue_from_one_rank(
     report.raise_if_failed()
     (change,) = (check for check in report.checks if check.name == "other ranks")
     assert change.status == "refused"
-    assert "its position is known only for their number" in change.text
+    assert "its position is valid only for the same number of ranks" in change.text
 
 
 @pytest.mark.filterwarnings("ignore:the first batch", "ignore:.* cannot skip by index")
@@ -204,5 +204,7 @@ def test_another_loader_that_divides_itself_continues_on_as_many_ranks(
     assert [int(batch) for batch in feed.epoch(0, 3)] == [6, 8, 10]
     other = Feed(ByEnvironment(), size=2, agree=agree)
     other.loader_state.load_state_dict([None], 0)
-    with pytest.raises(CheckpointError, match="known only for their number"):
+    with pytest.raises(
+        CheckpointError, match="valid only for the same number of ranks"
+    ):
         other.epoch(0, 3)

@@ -355,7 +355,7 @@ SHARED = Plain()
         ),
         (
             lambda: list(mix({"a": shuffle(Divided(), 2), "b": range(9)})),
-            "a divided, b read by every rank",
+            "a sharded, b read by every rank",
         ),
     ],
 )

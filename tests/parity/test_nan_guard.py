@@ -220,7 +220,7 @@ def test_a_search_begins_at_the_newest_state_before_the_step(
         log_every_n_steps=1,
         **RUN,
     )
-    assert "going back from step 6 to step 5" in capsys.readouterr().out
+    assert "rolling back from step 6 to step 5" in capsys.readouterr().out
 
 
 def test_rollback_leaves_out_the_steps_before_too() -> None:

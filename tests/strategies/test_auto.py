@@ -77,7 +77,7 @@ def check_the_choice() -> None:
     assert isinstance(made.strategy, FSDPStrategy)
     if made.is_global_zero:
         line = (
-            'strategy="auto": fsdp: whole copies do not fit, 768 B of training state (as with Adam), '
+            'strategy="auto": fsdp: replicas do not fit, 768 B of training state (as with Adam), '
             "and a rank has 959 B of memory (20% of it for activations)"
         )
         assert said.count(line) == 1
@@ -107,10 +107,10 @@ def test_a_model_that_does_not_fit_is_reported_beforehand() -> None:
     with mock.patch(MEMORY, return_value=959):
         text = trainer().explain(module, batches())
     assert "strategy     FSDP on cpu" in text
-    assert "auto         fsdp: whole copies do not fit, 768 B of training state" in text
+    assert "auto         fsdp: replicas do not fit, 768 B of training state" in text
     assert "per rank     96 B of parameters" in text
     text = trainer().explain(module, batches())
-    assert "auto         ddp: whole copies fit, 768 B of training state" in text
+    assert "auto         ddp: replicas fit, 768 B of training state" in text
     assert "auto   " not in trainer().explain(Built(), batches())  # no layers yet
     assert "auto   " not in trainer(strategy="ddp").explain(module, batches())
 

@@ -285,7 +285,7 @@ def test_a_kind_of_batch_that_comes_once_has_none() -> None:
             rows = range(2, 2 + count)
             return [(torch.randn(n, 8), torch.randint(0, 3, (n,))) for n in rows]
 
-    assert "comes for the second time" in compare(Once, epochs=1)
+    assert "at the second batch of each shape" in compare(Once, epochs=1)
 
 
 def test_graphs_are_limited_in_number(capsys: Captured) -> None:
@@ -598,8 +598,8 @@ REFUSED = [
     (Numbers, "training_step calls tolist of a tensor"),
     (Array, "training_step calls numpy of a tensor"),
     (Mask, "the shape of the result of aten.index.Tensor depends on values"),
-    (NumpyRandom, "the graph of training_step draws other numbers"),
-    (PythonRandom, "the graph of training_step draws other numbers"),
+    (NumpyRandom, "the graph of training_step draws different random numbers"),
+    (PythonRandom, "the graph of training_step draws different random numbers"),
     (ByIndex, "training_step uses batch_idx"),
     (ByStep, "training_step reads progress of the Trainer"),
     (ByEpoch, "training_step reads current_epoch of the Trainer"),
@@ -682,7 +682,7 @@ def test_explain_says_beforehand_that_nothing_can_be_captured() -> None:
     assert "not captured: the module steps its optimizers" in line_of_step(
         trainer, Manual()
     )
-    assert "comes for the second time" in line_of_step(trainer, Module())
+    assert "at the second batch of each shape" in line_of_step(trainer, Module())
     distributed = tk.Trainer(
         compile="step", **{**QUIET, "devices": 2, "strategy": "ddp"}
     )

@@ -622,7 +622,7 @@ def test_a_run_that_was_moved_with_its_script_is_continued(
     capsys.readouterr()
     if old_record:
         with pytest.raises(
-            ConfigurationError, match=r"old/train\.py, which does not exist any more"
+            ConfigurationError, match=r"old/train\.py, which no longer exists"
         ):
             fit(default_root_dir=tmp_path / "new", **options)
         return
@@ -670,7 +670,7 @@ def test_a_moved_run_and_a_moved_script_are_refused(script, monkeypatch, tmp_pat
     monkeypatch.setattr(runs, "script", lambda: str(tmp_path / "new" / "train.py"))
     with pytest.raises(
         ConfigurationError,
-        match=r"whose script was .*old/train\.py, which does not exist any more",
+        match=r"whose script was .*old/train\.py, which no longer exists",
     ):
         fit(default_root_dir=tmp_path / "runs")
 

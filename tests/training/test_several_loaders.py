@@ -77,7 +77,7 @@ def test_a_dict_of_training_loaders_ends_with_the_longest_and_starts_shorter_one
     assert trainer.num_training_batches == 3
     captured = capsys.readouterr()
     assert (
-        "max_size_cycle: an epoch ends with the longest, the others start again"
+        "max_size_cycle: an epoch ends with the longest, the others restart"
         in captured.out + captured.err
     )
     assert "max_size_cycle" in trainer.explain(Sees(), loaders)

@@ -197,7 +197,7 @@ def test_batch_norms_of_a_residual_network_are_a_note(strategy):
         strategy == "fsdp"
     )
     assert checks["training"].status == checks["other world"].status == "ok"
-    assert "batch norms divided as on the ranks" in checks["other world"].text
+    assert "batch norms split as on the ranks" in checks["other world"].text
 
 
 def test_gradients_that_are_not_exchanged_beside_batch_norms():

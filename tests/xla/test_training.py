@@ -219,5 +219,5 @@ def test_weights_and_their_momentum_are_on_the_device(
     assert said == (
         "torch_xla, 1 process, one device each"
         if DEVICES == 1
-        else f"torch_xla, one process for 4 devices{'; weights in parts' if parts else ''}"
+        else f"torch_xla, one process for 4 devices{'; sharded weights' if parts else ''}"
     )

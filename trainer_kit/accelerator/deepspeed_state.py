@@ -146,7 +146,7 @@ class DeepSpeedState:
             self._path,
             "optimizer",
             reason,
-            fix="load weights alone: model.load_state_dict(trainer_kit.checkpoint.read_weights(path)) before prepare",
+            fix="load only weights: model.load_state_dict(trainer_kit.checkpoint.read_weights(path)) before prepare",
         )
 
     def _report_missing(
@@ -158,7 +158,7 @@ class DeepSpeedState:
         if missing:
             suffix = ", …" if len(missing) > 1 else ""
             self._say(
-                f"{self._path.name} has no moments of {missing[0]}{suffix}: they begin at zero"
+                f"{self._path.name} has no moments of {missing[0]}{suffix}: they start at zero"
             )
 
 

@@ -71,8 +71,8 @@ _FORKED: Final = ("ddp_fork", "ddp_notebook", "ddp_spawn")
 _REPLACEMENTS: Final = {
     "_accelerator": "fabric.accelerator is an Accelerator; fabric.device is the device",
     "_callbacks": "fabric.callbacks",
-    "_connector": "fabric.strategy and fabric.device say what was chosen",
-    "_launched": "fabric.launch() may be called again; it starts nothing twice",
+    "_connector": "fabric.strategy and fabric.device show the selection",
+    "_launched": "fabric.launch() may be called again; it does not start processes twice",
     "_loggers": "fabric.loggers",
     "_models_setup": "count them where you call fabric.setup",
     "_precision": "fabric.accelerator.precision",

@@ -384,7 +384,7 @@ class PreparedLoader:
         """Warn if the sample counts that determine batch weights are uncertain."""
         self.asked_for_sizes = True
         self.feed.ask_for_sizes(
-            "call accelerator.backward(loss, weight=...) with the sum over what weight counts"
+            "call accelerator.backward(loss, weight=...) with the loss summed over the items that weight counts"
         )
 
     def _weigh_unknown(self, missing: bool, last: bool, samples: int | None) -> None:

@@ -128,7 +128,7 @@ def _has_own_division(loader: Loaders, group: Group, dispatches: bool) -> bool:
     if dispatches:
         raise ConfigurationError(
             "dispatch_batches=True reads on the main process only, but this loader yields only that process's part",
-            found=f"a {type(division.part).__name__} that divides the data for {plural(division.ranks, 'process')}",
+            found=f"a {type(division.part).__name__} that shards the data for {plural(division.ranks, 'process')}",
             fix="leave dispatch_batches out, or do not shard the data in the loader",
         )
     return True

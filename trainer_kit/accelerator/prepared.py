@@ -160,7 +160,7 @@ class Prepared:
         placements = list(device_placement or [None] * len(objects))
         if len(placements) != len(objects):
             raise ConfigurationError(
-                "device_placement says for each object whether it is moved",
+                "device_placement has one value per object: whether to move it",
                 found=f"{plural(len(placements), 'value')} for {len(objects)} objects",
             )
         results = list(objects)

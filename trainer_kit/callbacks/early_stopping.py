@@ -252,7 +252,7 @@ class EarlyStopping(Callback):
         if goal is not None and is_better(value, goal):
             return (
                 EarlyStoppingReason.STOPPING_THRESHOLD,
-                f"{name} = {value:.6g} is past its goal of {goal:.6g}",
+                f"{name} = {value:.6g} reached the stopping threshold {goal:.6g}",
             )
         limit = self.divergence_threshold
         if limit is not None and is_better(limit, value):

@@ -717,7 +717,7 @@ def _drawn_bar(progress_bar: TQDMProgressBar, kind: str) -> Any:
     raise ConfigurationError(
         f"{type(progress_bar).__name__} has drawn no {prefix}_progress_bar",
         found="no such entry point, or output that is not a terminal, where lines are printed",
-        fix=f"override init_{kind}_tqdm, whose result it is; train_progress_bar shows validation in a fit",
+        fix=f"override init_{kind}_tqdm, which creates it; in a fit, train_progress_bar shows validation",
     )
 
 

@@ -147,7 +147,7 @@ class WeightAveraging(Callback):
             return
         if "averaging_state" not in checkpoint:
             trainer.print(
-                "weight averaging begins here: the checkpoint is of a run without it"
+                "weight averaging starts now: the checkpoint is from a run without it"
             )
             return
         self._averages = self._make_averages(trainer, pl_module)
@@ -157,7 +157,7 @@ class WeightAveraging(Callback):
         )
         if missing:
             trainer.print(
-                "weight averaging begins here for "
+                "weight averaging starts now for "
                 f"{plural(len(missing), 'weight that was', 'weights that were')} not averaged: {missing[0]}, ..."
             )
 
@@ -266,7 +266,7 @@ def _refuse_averaging(
         )
     if strategy.per_rank_state:
         raise ConfigurationError(
-            f"{name} needs equal weights on all ranks; with local SGD they differ between two exchanges",
+            f"{name} needs equal weights on all ranks; with local SGD they differ until ranks average them",
             found="local SGD",
             fix="leave local_sgd out",
         )

@@ -498,8 +498,8 @@ def _stored_ties(file: Any) -> dict[str, str]:
 
 
 _UNSAFE_FIX: Final = (
-    "if you trust its author, load it yourself, with weights_only=False, and save its state_dict(), or tensors and"
-    " plain values alone"
+    "if you trust its author, load it yourself, with weights_only=False, and save its state_dict(), or only tensors"
+    " and plain values"
 )
 _REFUSED: Final = re.compile(r"GLOBAL (\S+)")
 

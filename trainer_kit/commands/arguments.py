@@ -78,16 +78,16 @@ class _LoggerClass(ABC):  # noqa: B024  (jsonargparse needs a class, but a logge
 # The Trainer's own annotations are wider: callbacks and plugins may be anything, loggers any iterable, of which
 # jsonargparse could neither check a value nor offer classes.
 _PARTS: Mapping[str, tuple[object, object, str]] = {
-    "strategy": (Strategy | str, "auto", "a word such as ddp, or a class"),
+    "strategy": (Strategy | str, "auto", "a string such as ddp, or a class"),
     "precision": (
         Precision | str | int | None,
         None,
-        "a word such as bf16-mixed, or a class",
+        "a string such as bf16-mixed, or a class",
     ),
     "logger": (
         bool | _LoggerClass | str | list[_LoggerClass | str] | None,
         None,
-        "true, false, a word such as csv, a class, or several",
+        "true, false, a string such as csv, a class, or several",
     ),
     "callbacks": (Callback | list[Callback] | None, None, "one or several classes"),
     "plugins": (Precision | list[Precision] | None, None, "a precision's class"),
@@ -260,7 +260,7 @@ class Arguments:
             "--seed_everything",
             type=int | bool,
             default=extension.seed,
-            help="seed of Python, NumPy, torch and the order of the data; false seeds none",
+            help="seed for Python, NumPy, torch and the data order; false for no seed",
         )
         # Without _PARTS, whose annotations in the constructor are too wide.
         parser.add_class_arguments(
@@ -448,7 +448,7 @@ def add_schedule_arguments(parser: jsonargparse.ArgumentParser) -> None:
         "--lr_scheduler_monitor",
         type=str | None,
         default=None,
-        help="the logged value that ReduceLROnPlateau looks at",
+        help="the logged value that ReduceLROnPlateau monitors",
     )
 
 

@@ -200,7 +200,7 @@ def _import(file: Path, target: str | None) -> None:
     path = import_lightning(file, target)
     info = read_info(path)
     # A Lightning file that was saved with save_weights_only=True has no loops, from which a fit could resume.
-    usage = f'weights alone: fit(ckpt_path="{path}", load_weights_only=True)'
+    usage = f'only the weights: fit(ckpt_path="{path}", load_weights_only=True)'
     if "progress" in read_manifest(path)["parts"]:
         usage = f'fit(ckpt_path="{path}")'
     click.echo(f"{path}: step {info['step']}, epoch {info['epoch']}; {usage}")

@@ -115,7 +115,7 @@ def _ask_processes(answers: JsonObject, kind: str) -> None:
         positive,
     )
     if kind.startswith("MULTI_") and kind != "MULTI_CPU":
-        engine = choose("How is the model held?", _HOLDS, "DDP")
+        engine = choose("How is the model distributed?", _HOLDS, "DDP")
         if engine in _ENGINES:
             section = f"{engine.lower()}_config"
             answers["distributed_type"] = engine
@@ -167,7 +167,7 @@ def _ask_everything() -> JsonObject:
     if compiled != "NO":
         answers["dynamo_config"] = {"dynamo_backend": compiled}
     answers["debug"] = _ask_yes(
-        "Check what is exchanged between processes first?", "no"
+        "Check the data of collectives first (debug mode)?", "no"
     )
     return answers
 
@@ -253,7 +253,9 @@ def _default(
 
     path = config_file or context.obj or our_default()
     if path.exists() and not force:
-        raise click.ClickException(f"{path} exists and is kept; --force replaces it")
+        raise click.ClickException(
+            f"{path} exists and was not overwritten; --force overwrites it"
+        )
     _write(path, _basic_configuration(mixed_precision))
     click.echo(f"written: {path}")
 
@@ -304,7 +306,7 @@ def write_basic_config(
     path = Path(save_location)
     # As in Accelerate, whose callers check for False; the command raises instead.
     if path.exists():
-        click.echo(f"{path} exists and is kept")
+        click.echo(f"{path} exists and was not overwritten")
         return False
     _write(path, _basic_configuration(precision))
     return path

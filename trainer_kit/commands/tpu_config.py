@@ -79,7 +79,7 @@ def tpu_config(
     ):
         if not value:
             raise ConfigurationError(
-                "the command for the machines lacks options",
+                "options of the command for the machines are missing",
                 found=f"no {flags}",
                 fix=f"add {flags}",
             )

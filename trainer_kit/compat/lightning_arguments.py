@@ -87,7 +87,7 @@ _DEEPSPEED: Final = {
         "leave it out: a checkpoint holds whole tensors, which load at every stage"
     ),
     "logging_batch_size_per_gpu": Replaced(
-        "leave it out: the loader says its batch size", ("auto",)
+        "leave it out: the loader defines the batch size", ("auto",)
     ),
     "logging_level": Replaced('logging.getLogger("DeepSpeed").setLevel({value})'),
     # "cpu" passes: it is what offload_optimizer=True does here.

@@ -48,8 +48,8 @@ Joiner: TypeAlias = Callable[[Sequence[Batch]], Batch]
 Mode = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
 MODES: Final[Mapping[str, str]] = {
     "min_size": "an epoch ends with the shortest",
-    "max_size_cycle": "an epoch ends with the longest, the others start again",
-    "max_size": "an epoch ends with the longest, None takes the place of the others",
+    "max_size_cycle": "an epoch ends with the longest, the others restart",
+    "max_size": "an epoch ends with the longest, None replaces the others",
     "sequential": "one after the other",
 }
 """What each mode does, in a few words."""

@@ -190,7 +190,7 @@ def divided_for_other_ranks() -> CheckpointError:
     return CheckpointError(
         "loaders",
         None,
-        "the loader divides the data among the ranks itself, and its position is known only for their number",
+        "the loader shards the data across ranks itself, so its position is valid only for the same number of ranks",
         fix="resume with the same number of ranks, or from the end of an epoch",
     )
 

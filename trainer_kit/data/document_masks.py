@@ -87,7 +87,7 @@ def document_mask(
     tokens = document_ids.shape[1]
     if tokens % parts:
         raise DataError(
-            "context parallelism divides a row into equal parts",
+            "context parallelism splits a row into equal parts",
             found=f"{tokens} tokens, parts={parts}",
             fix=f"pack rows of a multiple of {parts} tokens",
         )

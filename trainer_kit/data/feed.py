@@ -270,7 +270,7 @@ class LoaderState:
             raise CheckpointError(
                 "loaders",
                 "workers",
-                f"the position in the data is known for num_workers={saved_numbers}, "
+                f"the position in the data is valid for num_workers={saved_numbers}, "
                 f"and it is {numbers}",
                 fix=f"resume with num_workers={saved_numbers}",
             )

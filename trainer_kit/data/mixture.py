@@ -205,9 +205,9 @@ class Mixture(Stream):
         undivided = [name for name in self.sources if name not in divided]
         if divided and undivided:
             raise DataError(
-                "a mixture needs sources that all divide themselves among the ranks, or none that does",
-                found=f"{', '.join(divided)} divided, {', '.join(undivided)} read by every rank",
-                fix="leave the division to this library, or divide all of them",
+                "either all sources of a mixture shard themselves across ranks, or none",
+                found=f"{', '.join(divided)} sharded, {', '.join(undivided)} read by every rank",
+                fix="leave sharding to this library, or shard all of them",
             )
 
     @property
@@ -435,7 +435,7 @@ class _MixtureCursor(Cursor):
             raise DataError(
                 "a source of this mixture has no samples in its next epoch",
                 found=f"{name}, epoch {source.epochs}",
-                fix="pass an iterable that begins a new pass in __iter__",
+                fix="pass an iterable that starts a new pass in __iter__",
             )
         return draw
 

@@ -227,9 +227,9 @@ class IndexedSource(Source):
     def _describe_split(self) -> str:
         size = self.options.rank_and_size[1]
         if self.split_by_user and self.options.ordered:
-            return ", divided by the user's sampler (it may repeat samples)"
+            return ", sharded by the user's sampler (it may repeat samples)"
         if self.split_by_user:
-            return ", divided by the user's sampler"
+            return ", sharded by the user's sampler"
         if size == 1:
             return ""
         if self.batched_by_user:
@@ -414,8 +414,8 @@ class StreamSource(Source):
             refuse_batch_size(loader, options)
         if options.reproducible and options.rank == 0:
             warnings.warn(
-                f"reproducible_workers=True seeds samples that are asked for by index, and a {kind_of(loader)} is a"
-                " stream: what it draws is up to it",
+                f"reproducible_workers=True seeds samples that are read by index, but a {kind_of(loader)} is a"
+                " stream, which must seed its own random numbers",
                 stacklevel=2,
             )
         # An iterator can be read once; any other iterable makes a new iterator for each pass.
@@ -518,7 +518,7 @@ class StreamSource(Source):
             data = f"{data} over {kind_of(self.user_loader.dataset)}"
         split = ""
         if self._divides_itself:
-            split = "; it divides the data among the ranks itself"
+            split = "; it shards the data across ranks itself"
         elif self.size > 1:
             split = f"; every rank reads all of it and keeps each {self.size}th batch"
         return f"{data}, in its order{split}"

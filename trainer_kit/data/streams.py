@@ -292,7 +292,7 @@ def as_stream(source: object) -> Stream:
         raise DataError(
             "a stream must be read again, by a resume and in the next epoch",
             found=f"an iterator ({kind_of(source)}), which can be read only once",
-            fix="pass an object whose __iter__ begins a new pass, such as an IterableDataset",
+            fix="pass an object whose __iter__ starts a new pass, such as an IterableDataset",
         )
     if holds_samples and isinstance(source, Iterable):
         return _IterableStream(source)

@@ -30,7 +30,7 @@ _WAIT_OF_OTHERS: Final = 2
 """Seconds by which reports of waiting ranks follow that of the rank that hangs."""
 _FIX: Final = (
     "look at the stacks; if nothing hangs, "
-    "give it more time with hang_timeout= (False switches the watchdog off)"
+    "give it more time with hang_timeout= (False turns the watchdog off)"
 )
 
 

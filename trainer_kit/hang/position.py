@@ -41,7 +41,7 @@ _LIBRARIES: Final = (
 )
 OUTSIDE: Final = "your code"
 """The phase outside the code of this library and of torch's training."""
-_GRADIENTS: Final = "backward's exchange of gradients"
+_GRADIENTS: Final = "backward's gradient synchronization"
 _EXCHANGES: Final = (
     os.path.join(TORCH, "distributed", ""),
     os.path.join(TORCH, "nn", "parallel", "distributed.py"),

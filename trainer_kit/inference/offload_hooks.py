@@ -20,7 +20,7 @@ from trainer_kit.inference.lazy_weights import OnDisk
 
 __all__ = ["Call", "LayerHooks", "ModelHooks", "OffloadedTensor", "is_meta", "put"]
 
-_TRAINING: Final = "weights that are offloaded are not trained"
+_TRAINING: Final = "offloaded weights cannot be trained"
 
 
 @final

@@ -103,7 +103,7 @@ class Output:
             # Not in `reports`, which is deleted at the end of the attempt.
             directory = tempfile.mkdtemp(prefix="trainer_kit-logs-")
             print(
-                f"trainer-kit: the output of the ranks is kept in {directory}",
+                f"trainer-kit: the output of the ranks is saved in {directory}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -231,7 +231,7 @@ _TOP: Final = (
     Option("use_cpu", _boolean, aliases=("cpu",), flags=("--cpu",), switch=True,
            help="Run on the CPU; keeps the engine of another flag or of the file."),
     Option("multi_gpu", **_SWITCH, help="Run on several devices of this machine."),
-    Option("use_ddp", **_SWITCH, help="Use data parallelism, whatever the file says."),
+    Option("use_ddp", **_SWITCH, help="Use data parallelism, and ignore the engine in the file."),
     Option("use_fsdp", **_SWITCH, help="Use FSDP."),
     Option("use_deepspeed", **_SWITCH, help="Use DeepSpeed."),
     Option("use_megatron_lm", **_SWITCH, help="Use Megatron-LM."),

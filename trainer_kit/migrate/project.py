@@ -32,7 +32,7 @@ __all__ = ["Project", "Source", "constant_text", "last_name"]
 _PLAIN: Final = {"ABC", "Generic", "Module", "Protocol", "object"}
 _OWN_DIVISOR: Final = Answer(
     "weights",
-    "a short last window is averaged over what it has; Accelerate divides it by the number of steps",
+    "a short last window is averaged over its own micro-batches; Accelerate divides it by the number of steps",
     "gradient_accumulation_plugin with GradientAccumulationPlugin(fixed_divisor=True), for Accelerate's results",
 )
 

@@ -276,7 +276,7 @@ def follow(
             fix = None
             if public in dir(value):
                 fix = f"use {public}"
-            problem = f"{owner}.{name} is private: here it is absent or another thing"
+            problem = f"{owner}.{name} is private: here it does not exist or means something else"
             return None, Answer("private", problem, fix)
         if stored and is_last and _is_read_only(value, name):
             return None, Answer("attribute", f"{owner}.{name} cannot be set")

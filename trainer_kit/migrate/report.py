@@ -59,7 +59,7 @@ _AS_PICKLE: Final = Answer(
     "checkpoint",
     "torch.load reads no checkpoint directory",
     "load_from_checkpoint(path), or trainer_kit.checkpoint.read_weights(path) for the state_dict alone; or "
-    'ModelCheckpoint(also="lightning"), which writes f"{path}.ckpt" beside it, which torch.load reads',
+    'ModelCheckpoint(also="lightning"), which writes f"{path}.ckpt" next to it, which torch.load reads',
 )
 _OBJECT_FIX: Final = (
     "nothing if its class has a codec (modules, dataclasses, NumPy values have); else store its state_dict() or plain "
@@ -67,13 +67,13 @@ _OBJECT_FIX: Final = (
 )
 _STEPS_IN_LOSS: Final = Answer(
     "weights",
-    "gradient_accumulation_steps in a loss cancels the divisor of Accelerate; a short last window has another one here",
+    "gradient_accumulation_steps in a loss cancels Accelerate's divisor; a short last window has another divisor here",
     "backward(sum of the losses, weight=tokens of the batch), or GradientAccumulationPlugin(fixed_divisor=True)",
 )
 _KEPT_DIVISOR: Final = Answer(
     "weights",
     "fixed_divisor=True keeps Accelerate's division: a short last window is divided by the number of steps",
-    "take it out for the mean over the samples of every step",
+    "remove it for the mean over the samples of every step",
 )
 _VERSION: Final = Answer(
     "version",

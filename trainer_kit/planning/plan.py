@@ -22,12 +22,11 @@ from trainer_kit.report.page import page_part
 __all__ = ["LIMITS", "Plan"]
 
 LIMITS: Final = (
-    "Memory is that of tensors. Fragmentation of the allocator, workspaces of kernels and the context of the device "
-    "come on top: the reserve is for them.",
+    "Memory is that of tensors. The reserve is for allocator fragmentation, kernel workspaces and the device context.",
     "Shapes are those of the first batch; longer sequences need more. Where a step cannot run, only weights, "
     "gradients and optimizer state are calculated, and the configuration is not ranked.",
     "Times are estimates from data sheets, to compare configurations. Data loading, validation and checkpoints are "
-    "not in them.",
+    "not included.",
 )
 """The limits of a plan, as text."""
 

@@ -550,7 +550,7 @@ def _precisions(
     if device.bf16:
         mixed = "bf16-mixed"
     notes.append(
-        f"precision: the script's {name}, and {mixed}, whose results differ by its rounding: check with verify"
+        f"precision: the script's {name}, and {mixed}, whose results differ by rounding: check with verify"
     )
     return name, mixed
 

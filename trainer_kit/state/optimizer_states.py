@@ -214,7 +214,7 @@ def restore_optimizer(
             "optimizer_states",
             _CLASS,
             f"it holds the state of {class_saved}, but the optimizer of this run is {class_now}",
-            fix=f"configure {class_saved}, or start a new run from the weights alone",
+            fix=f"configure {class_saved}, or start a new run from only the weights",
         )
     saved_groups = saved["param_groups"]
     if len(saved_groups) != len(optimizer.param_groups):
@@ -592,7 +592,7 @@ def exchange_optimizers(
     if has_guard:
         raise ConfigurationError(
             "these optimizers cannot be exchanged in a run",
-            found="NaNGuard, which goes back to states of the optimizers before",
+            found="NaNGuard, which rolls back to earlier optimizer states",
             fix="leave NaNGuard out, or change their param_groups",
         )
     replaced = list(run.stepper.configured.optimizers)

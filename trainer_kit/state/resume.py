@@ -407,7 +407,7 @@ def _no_checkpoint(
     problem = f"no checkpoint is in {directories} yet"
     if of_another_run is None:
         return MissingCheckpointError(
-            "last", problem, found="none of another run beside it either"
+            "last", problem, found="none of another run in its parent directory either"
         )
     return MissingCheckpointError(
         "last",

@@ -211,8 +211,7 @@ class Guard:
         if self._states[0].group_counts != group_counts:
             # The hook that has added a group would add it a second time.
             run.say(
-                "NaNGuard cannot go back: the number of parameter groups has changed since the state that it would"
-                " return to"
+                "NaNGuard cannot roll back: the number of parameter groups has changed since the saved state"
             )
             return
         step = run.progress.step
@@ -244,7 +243,7 @@ class Guard:
         progress, requests = run.progress, run.requests
         metrics = run.metrics
         run.say(
-            f"going back from step {progress.step} to step {target.step}: a loss or a gradient was not finite"
+            f"rolling back from step {progress.step} to step {target.step}: a loss or a gradient was not finite"
         )
         seconds = progress.seconds
         if requests.checkpoints:

@@ -769,7 +769,7 @@ def _missing_path_problem(new: RunRecord, record: RunRecord) -> str:
         if not record.means_path(recorded, today):
             return (
                 f"{record.directory} holds an unfinished run whose {role} was {recorded}, "
-                f"which does not exist any more"
+                f"which no longer exists"
             )
     return ""
 

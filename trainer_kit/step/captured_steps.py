@@ -136,7 +136,7 @@ class CapturedSteps:
             sizes = ", ".join(str(each.graph.operators) for each in captured)
             texts.insert(0, f"{plural(len(captured), 'graph')} ({sizes} operators)")
         if not texts:
-            return "captured when a kind of batch comes for the second time"
+            return "captured at the second batch of each shape"
         return "; ".join(texts)
 
     def _replay(
@@ -285,7 +285,7 @@ class CapturedSteps:
         if hook is not None:
             raise CaptureRefused(f"each step calls {hook}")
         if any(type(each) is not nn.Parameter for each in module.parameters()):
-            raise CaptureRefused("a parameter is of a class of its own")
+            raise CaptureRefused("a parameter has its own class")
         return trace_step(
             module,
             self._step,
@@ -335,9 +335,9 @@ def _check_equal(
         factor = factor * weight
     graph_loss, gradients, _, _ = graph.run(*tensors, factor)
     if not same_bits(graph_loss * weight, loss.detach()):
-        raise CaptureRefused("the graph of training_step gives another loss")
+        raise CaptureRefused("the graph of training_step gives a different loss")
     if not comparison.agrees_with(graph.parameters, gradients):
-        raise CaptureRefused("the graph of training_step gives other gradients")
+        raise CaptureRefused("the graph of training_step gives different gradients")
 
 
 @final
@@ -437,9 +437,13 @@ class _Moment:
         """Refuse a graph that has not led to this moment."""
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
             if not same_bits(tensor.detach(), copy):
-                raise CaptureRefused("the graph of training_step gives other buffers")
+                raise CaptureRefused(
+                    "the graph of training_step gives different buffers"
+                )
         if _generators(self._device) != self._generators:
-            raise CaptureRefused("the graph of training_step draws other numbers")
+            raise CaptureRefused(
+                "the graph of training_step draws different random numbers"
+            )
 
 
 def _check_tensors(module: nn.Module, tensors: list[Tensor]) -> None:

@@ -147,7 +147,7 @@ def _nested_containers(value: object, seen: set[int]) -> Iterator[_Container]:
     """The dicts, lists and sets in a value, and the attributes of objects that are plain records."""
     if isinstance(value, _GENERATORS):
         raise CaptureRefused(
-            f"an attribute holds random numbers of its own ({type(value).__name__})"
+            f"an attribute has its own random number generator ({type(value).__name__})"
         )
     if id(value) in seen:
         return

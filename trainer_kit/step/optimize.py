@@ -186,7 +186,7 @@ class Stepper:
         reason = self._reason_against(optimizers)
         if reason is not None:
             raise ConfigurationError(
-                "these optimizers cannot be exchanged in a run",
+                "these optimizers cannot be replaced during a run",
                 found=reason,
                 fix="return them from configure_optimizers, or change their param_groups",
             )
@@ -600,7 +600,7 @@ class ManualStepper:
     def replace(self, optimizers: list[Optimizer]) -> int:
         """Refused: the user's own code steps them."""
         raise ConfigurationError(
-            "in manual optimization the loop steps no optimizers, so it cannot exchange them",
+            "in manual optimization the loop steps no optimizers, so it cannot replace them",
             fix="return all optimizers from configure_optimizers, and step one of self.optimizers()",
         )
 

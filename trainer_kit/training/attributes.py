@@ -30,7 +30,7 @@ _INSTEAD: Final = {
     "enable_validation": "trainer.num_val_batches is empty without validation",
     "add_argparse_args": "trainer_kit.cli(Module, DataModule) has an option for every argument",
     "from_argparse_args": "trainer_kit.cli(Module, DataModule) makes it; or Trainer(max_epochs=args.max_epochs)",
-    "distributed_sampler_kwargs": "loaders are divided without samplers; trainer.world_size and global_rank say how",
+    "distributed_sampler_kwargs": "loaders are sharded without samplers; see trainer.world_size and global_rank",
 }
 """What to read instead of attributes of Lightning's Trainer, by name."""
 

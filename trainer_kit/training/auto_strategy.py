@@ -69,12 +69,12 @@ def choose_by_memory(
         contents = "training state (as with Adam)"
     sizes = f"{in_units(needed)} of {contents}, and a rank has {in_units(memory or None)} of memory"
     if alternative is None or not memory or whole_copies_fit(needed, memory):
-        return strategy, f"{strategy.name}: whole copies fit, {sizes}"
+        return strategy, f"{strategy.name}: replicas fit, {sizes}"
     alternative.use_device(strategy.device)
     activations = f"{1 - _STATE_SHARE:.0%} of it for activations"
     return (
         alternative,
-        f"{alternative.name}: whole copies do not fit, {sizes} ({activations})",
+        f"{alternative.name}: replicas do not fit, {sizes} ({activations})",
     )
 
 

@@ -474,7 +474,7 @@ def _checkpoint_activations(
     if not units(module, policy):
         argument = f"activation_checkpointing={blocks!r}"
         if blocks is True:
-            argument += f"; {type(module).__name__} has no list or sequence that repeats a class with parameters"
+            argument += f"; {type(module).__name__} has no ModuleList or Sequential with repeated blocks"
         raise ConfigurationError(
             "activation_checkpointing matches no block",
             found=argument,

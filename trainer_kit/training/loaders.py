@@ -85,7 +85,7 @@ def training_feed(
         batches_per_step = group.size * window
         if settings.global_batch_size % batches_per_step:
             raise DataError(
-                "the global batch cannot be divided evenly",
+                "the global batch cannot be split evenly",
                 found=f"global_batch_size={settings.global_batch_size} over "
                 f"{plural(group.size, 'rank')} x {plural(window, 'batch')}",
                 fix=f"use a multiple of {batches_per_step}",

@@ -25,7 +25,7 @@ _WORLD: Final = "other world"
 _SLIGHT: Final = 0.01
 """Relative differences that a layer which changes with each forward explains, such as a spectral norm."""
 _OTHER_CONTENTS: Final = (
-    "a sample has other contents in a larger batch: a random collate_fn, or padding"
+    "a sample has different contents in a larger batch: a random collate_fn, or padding"
 )
 
 
@@ -145,7 +145,7 @@ class BatchChecks:
         largest = max(differences.values(), default=0.0)
         if largest < _SLIGHT and changes_untrained(exact, step, without=alone.norms):
             return None
-        text = f"a window of {plural(batches, 'batch')} trains otherwise than one batch of its samples"
+        text = f"a window of {plural(batches, 'batch')} trains differently from one batch of its samples"
         return Finding(
             kind="layout",
             step=step,
@@ -238,7 +238,7 @@ class BatchChecks:
         text = f"one process, float32, {plural(samples, 'sample')} a step: the same weights"
         if finding is None:
             if self._run[0].norms:
-                text += ", with batch norms divided as on the ranks"
+                text += ", with batch norms split as on the ranks"
             self._checks.add(_WORLD, None, text)
             return
         if finding.kind == "weights":

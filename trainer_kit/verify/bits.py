@@ -24,7 +24,7 @@ _TEXTS: Final = {
 }
 _HINTS: Final = {
     "repeat": "a nondeterministic kernel (try deterministic=True), or random state that no seed sets",
-    "resume": "state that no checkpoint holds: register it as a buffer, or save it in on_save_checkpoint",
+    "resume": "state that is missing from checkpoints: register it as a buffer, or save it in on_save_checkpoint",
     "validation": "validation changes state that training uses",
 }
 

@@ -73,7 +73,7 @@ def compare_buffers(
                     step=step,
                     where=unmoved,
                     text=f"rank {record.rank} does not change it, and rank 0 does",
-                    hint="every rank must update it, or none reads it; checkpoints hold that of rank 0",
+                    hint="every rank must update it, or none may read it; checkpoints contain rank 0's",
                 )
                 return BufferCheck(finding, len(compared))
     return BufferCheck(None, len(compared), tuple(exchanged))

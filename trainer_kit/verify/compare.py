@@ -246,7 +246,7 @@ class Judge:
     ) -> str:
         """Why gradients differ: they were not exchanged, or scaled by a factor; empty: unknown."""
         if _ranks_differ(run, step):
-            return "the ranks have different gradients: they were not exchanged"
+            return "the ranks have different gradients: they were not synchronized"
         # One factor for all parameters, by least squares. What is left must be rounding;
         # a few gradients that happen to be multiples are no wrong factor.
         names = [name for name in exact if name in gradients]
@@ -342,7 +342,7 @@ class Judge:
                         step=step,
                         where=name,
                         text=text,
-                        hint="no rank sends this buffer; checkpoints hold that of rank 0",
+                        hint="no rank broadcasts this buffer; checkpoints contain the buffer of rank 0",
                     )
         return None
 

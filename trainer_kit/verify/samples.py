@@ -100,7 +100,7 @@ class SampleChecks:
             step=0,
             where="",
             text=text,
-            hint="call set_epoch of the sampler in on_train_epoch_start, or let the Trainer divide the data",
+            hint="call set_epoch of the sampler in on_train_epoch_start, or let the Trainer shard the data",
         )
         self._checks.add("epochs", finding, "")
 
@@ -109,7 +109,7 @@ class SampleChecks:
     ) -> str | None:
         """Why the training cannot be compared with the plain loop; None: it can."""
         if not self._reads_same_indices(run, exact):
-            return "the loaders divide the data themselves: one process cannot read the shares of the ranks"
+            return "the loaders shard the data themselves: one process cannot read the shards of the ranks"
         if not exact.draws:
             return None
         # Random layers are compared only where the same generator draws the same numbers in
@@ -232,7 +232,7 @@ def _repeated_sample(
         step=step,
         where=f"sample {sample}",
         text=text,
-        hint="the sampler does not divide the data among the ranks, or repeats samples",
+        hint="the sampler does not shard the data across ranks, or repeats samples",
     )
 
 
@@ -284,8 +284,8 @@ def _other_contents(record: Record, exact: Record, step: int, location: str) -> 
             kind="data",
             step=step,
             where=location,
-            text="has other contents than in one process: training_step changes its batch in place",
-            hint="change a copy: x = x + 1 or x.clone(), not x.add_(1); the data set holds the changed values",
+            text="has different contents than in one process: training_step changes its batch in place",
+            hint="change a copy: x = x + 1 or x.clone(), not x.add_(1); otherwise the dataset keeps the changed values",
         )
     return Finding(
         kind="data",

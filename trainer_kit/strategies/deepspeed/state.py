@@ -52,7 +52,7 @@ _STAGE_LAYOUTS: Final = (
     "nothing is sharded",
     "optimizer state and masters are sharded",
     "gradients, optimizer state and masters are sharded",
-    "everything is sharded, except that small parameters are also kept whole",
+    "everything is sharded; small parameters also have a full copy",
 )
 _ALIGNED: Final = 2
 """The engine rounds a flat group up to a multiple of so many elements a rank."""

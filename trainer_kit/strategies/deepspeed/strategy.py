@@ -336,7 +336,7 @@ class DeepSpeedStrategy(Strategy):
         # The user's code and schedulers hold the optimizer that was passed.
         if getattr(self._engine.optimizer, "optimizer", optimizer) is not optimizer:
             raise StrategyError(
-                "DeepSpeed replaces this optimizer by another one",
+                "DeepSpeed replaces this optimizer with a different one",
                 found=type(optimizer).__name__,
             )
         self._flat_shards = find_flat_shards(self._engine.optimizer)
@@ -487,8 +487,8 @@ class DeepSpeedStrategy(Strategy):
         raise StrategyError(
             f"a parameter was {action} after the optimizer was prepared: DeepSpeed would {effect}",
             found=f"{name} at stage {self.stage}",
-            fix="freeze and unfreeze before the optimizer is prepared, and train a layer later by a group of its own"
-            " whose lr is 0 until then; or use DDP or FSDP",
+            fix="freeze and unfreeze before the optimizer is prepared, and train a layer later with its own"
+            " parameter group whose lr is 0 until then; or use DDP or FSDP",
         )
 
     def _take_step(self, closure: Any = None) -> Any:

@@ -595,7 +595,7 @@ class Stage(nn.Module):
         if block_output is None:
             raise StrategyError(
                 f"stage {self.index} of the pipeline did not reach its end",
-                found="the forward ended before its last block",
+                found="the forward pass ended before the last block",
                 fix="use a model whose blocks run one after the other, each of them once",
             )
         _refuse_placeholders(block_output, f"the output of stage {self.index}")

@@ -260,7 +260,7 @@ def _check_sizes(
             raise StrategyError(
                 "only linear layers and embeddings can be split by columns or rows",
                 found=f"{name} is a {type(layer).__name__}",
-                fix=f"leave it out of the plan, or replace it by an nn.Linear; 'replicate' keeps {name} whole",
+                fix=f"leave it out of the plan, or replace it with an nn.Linear; 'replicate' keeps {name} unsharded",
             )
         value = getattr(layer, attribute)
         _check_divisible(f"{name}.{attribute}", value, size, "pad it to a multiple")
@@ -274,7 +274,7 @@ def _check_sizes(
             heads = getattr(config, attribute, None)
             if isinstance(heads, int):
                 subject = f"{name}.config.{attribute}"
-                _check_divisible(subject, heads, size, "another number of heads")
+                _check_divisible(subject, heads, size, "a different number of heads")
 
 
 def _split_dimension(layer: nn.Module, by_columns: bool) -> str | None:

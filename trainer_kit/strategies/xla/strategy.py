@@ -54,7 +54,7 @@ class XLAStrategy(Strategy):
 
     Example:
         >>> XLAStrategy(shard_parameters=True).describe()
-        'torch_xla, not started; weights in parts'
+        'torch_xla, not started; sharded weights'
     """
 
     name = "xla"
@@ -321,7 +321,7 @@ class XLAStrategy(Strategy):
 
     def describe(self) -> str:
         """One line for ``explain()``."""
-        parts = "; weights in parts" if self.shard_parameters else ""
+        parts = "; sharded weights" if self.shard_parameters else ""
         if not self.started:
             return f"torch_xla, not started{parts}"
         if self._mesh is not None:
