@@ -16,19 +16,19 @@ HEAD = """\
 
 <!-- Written by docs/generate_hooks.py from trainer_kit/core/hooks.py; edit that, then `make docs`. -->
 
-Every hook there is, what it is given, and what holds when it is called. A callback is called before the module, and
-callbacks in the order `early`, `normal`, `late`, within one in the order of the Trainer's list. Hooks without
-an override cost nothing. A misspelled hook fails when its class is created;
-any other unknown `on_*` name, or a hook that cannot take its arguments, when a Trainer is given an object of the class.
-The order of a whole run is in [the design](design.md); `trainer.explain()` has it for a composed run, with the
-objects that override each hook.
+This page lists every hook, its arguments, and the state of the run when it is called. Callbacks are called before the
+module, in the order `early`, `normal`, `late`, and within each of these in the order of the Trainer's list. Hooks
+without an override have no overhead. A misspelled hook raises an error when its class is created. Any other unknown
+`on_*` name, or a hook with wrong parameters, raises an error when an object of the class is passed to a Trainer.
+[The design](design.md) shows the order of a whole run; `trainer.explain()` shows it for your run, with the objects
+that override each hook.
 
 ![The loop, with every hook at its place](assets/loop.svg)
 """
 ROLES = {
-    "Callback": "What callbacks override; each hook is called by position as `hook(trainer, pl_module, ...)`.",
-    "ModuleHooks": "The same moments on a `TrainModule`, without the leading `trainer, pl_module`.",
-    "DataHooks": "What a `DataModule`, and a `TrainModule` that brings its own data, overrides.",
+    "Callback": "Hooks that callbacks override. They are called with positional arguments: `hook(trainer, pl_module, ...)`.",
+    "ModuleHooks": "The same hooks on a `TrainModule`, without the leading `trainer, pl_module`.",
+    "DataHooks": "Hooks that a `DataModule`, or a `TrainModule` with its own data, overrides.",
 }
 
 

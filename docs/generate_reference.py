@@ -82,8 +82,8 @@ def index() -> str:
             "",
             MARK,
             "",
-            "To look a name up, find it in this table or search for it. Every argument and method is described at its",
-            "class; [hooks](../hooks.md) are listed with their place in the loop.",
+            "Find a name in the table below, or use the search. Arguments and methods are documented with their class;",
+            "[hooks](../hooks.md) are listed with their place in the loop.",
             "",
             *pages,
             "",
@@ -145,8 +145,8 @@ def commands() -> str:
     parts = [
         "# Commands\n",
         MARK + "\n",
-        "To start a run or to look after its files from a shell, use `trainer-kit`, or `python -m trainer_kit`."
-        " [The command line](../guide/command-line.md) shows each command at work.\n",
+        "To launch a run or manage its files from a shell, use `trainer-kit`, or `python -m trainer_kit`."
+        " [The command line](../guide/command-line.md) explains each command.\n",
     ]
     for typed, command in all_commands(main):
         parts += [f"## `{typed}`\n", f"```text\n{_usage(typed, command)}\n```\n"]
@@ -313,11 +313,11 @@ def configuration() -> str:
     parts = [
         "# Keys of configuration files\n",
         MARK + "\n",
-        "To start a script as a file says, pass the file to `trainer-kit launch --config_file FILE`, or write the"
-        " default file with `trainer-kit config`. Keys are Accelerate's, so its files work unchanged."
+        "To launch a script with a configuration file, pass the file to `trainer-kit launch --config_file FILE`, or"
+        " write the default file with `trainer-kit config`. Keys are Accelerate's, so its files work unchanged."
         " [The command line](../guide/command-line.md#configuration-files) says"
-        " which file is read, and what counts before what.\n",
-        "The files of a script's own command line, of `tk.cli` and `LightningCLI`, have"
+        " which file is read, and the precedence of options.\n",
+        "Configuration files for a script's own command line (`tk.cli`, `LightningCLI`) have"
         " [other keys](script-files.md).\n",
         "## Top level\n",
         "The keys from `ec2_instance_type` on describe"
@@ -425,9 +425,9 @@ def script_files() -> str:
         [
             "# Keys of a script's files\n",
             MARK + "\n",
-            "To set the arguments of a script in a YAML file, pass it to a script with `tk.cli` or `LightningCLI`:"
+            "To set the arguments of a script in a YAML file, use `tk.cli` or `LightningCLI` in the script:"
             " `python train.py fit --config FILE`. Each key is an option too: `--trainer.max_epochs=3`."
-            " [A command line for your script](../guide/cli.md) shows both; the files of `trainer-kit launch` have"
+            " [Command-line arguments for your script](../guide/cli.md) explains both; `trainer-kit launch` files have"
             " [other keys](configuration.md).\n",
             "## Top level\n",
             "\n".join([*head, *rows[False], ""]),

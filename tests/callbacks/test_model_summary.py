@@ -234,7 +234,7 @@ def test_it_shows_the_memory_and_traffic_of_a_rank(capsys):
         f"per rank     {size} B of parameters, {size} B of gradients, 0 B of optimizer state"
         in told
     )
-    assert "one process holds everything" in told
+    assert "one process, nothing sharded" in told
 
 
 def test_a_sharded_module_is_not_run():

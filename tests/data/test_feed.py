@@ -513,7 +513,7 @@ def test_describe_is_one_line() -> None:
         "DataLoader over range, in order (SequentialSampler)",
         "DataLoader over range, shuffled by (seed, epoch) (RandomSampler),"
         " 2 consecutive blocks of 2 samples to 2 ranks",
-        "list of 3 batches, in its order, each 2th by index",
+        "list of 3 batches, in its order, one in 2 by index",
         "list_iterator, in its order",
     }
 

@@ -50,7 +50,7 @@ class TestStreams:
             2,
             None,
         )
-        assert "keeps each 3th batch" in feed.describe()
+        assert "keeps one batch in 3" in feed.describe()
         assert Feed(loader).even
 
     def test_the_claimed_length(self) -> None:

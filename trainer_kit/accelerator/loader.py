@@ -677,7 +677,7 @@ class PreparedLoader:
             return f"{text}; the main process reads, and hands every {plural(self.group.size, 'batch')} round"
         if not self._reads_all:
             return text
-        return f"{text}; every process reads all of it and keeps each {self.group.size}th batch"
+        return f"{text}; every process reads all of it and keeps one batch in {self.group.size}"
 
     def load_state_dict(self, state_dict: SavedState) -> None:
         """Continue the next iteration at a saved position; each process passes its own state.

@@ -56,7 +56,7 @@ class ListSource(Source):
     def describe(self) -> str:
         split = ""
         if self.size > 1:
-            split = f", each {self.size}th by index"
+            split = f", one in {self.size} by index"
         return f"{kind_of(self.batches)} of {plural(len(self.batches), 'batch')}, in its order{split}"
 
     @property

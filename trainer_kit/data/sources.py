@@ -235,7 +235,7 @@ class IndexedSource(Source):
         if self.batched_by_user:
             return f", {plural(size, 'consecutive batch')} to {plural(size, 'rank')}"
         if self.options.interleave:
-            return f", each {size}th sample to one of {plural(size, 'rank')}, in batches of {self.per_rank_batch_size}"
+            return f", one sample in {size} to each of {plural(size, 'rank')}, in batches of {self.per_rank_batch_size}"
         samples = plural(self.per_rank_batch_size or 1, "sample")
         return f", {size} consecutive blocks of {samples} to {plural(size, 'rank')}"
 
@@ -520,7 +520,7 @@ class StreamSource(Source):
         if self._divides_itself:
             split = "; it shards the data across ranks itself"
         elif self.size > 1:
-            split = f"; every rank reads all of it and keeps each {self.size}th batch"
+            split = f"; every rank reads all of it and keeps one batch in {self.size}"
         return f"{data}, in its order{split}"
 
     @property

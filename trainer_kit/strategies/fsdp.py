@@ -556,7 +556,7 @@ class FSDPStrategy(Strategy):
         for root in _find_roots(module):
             sharded.update(root.parameters())
         sharded -= self._unsharded_parameters(module)
-        layout = f"{plural(shards, 'rank')}, each with its part of parameters, gradients and optimizer state"
+        layout = f"{plural(shards, 'rank')}, each with a shard of parameters, gradients and optimizer state"
         if copies > 1:
             layout = f"{copies} copies, each over {layout}"
 

@@ -89,7 +89,7 @@ class SingleDeviceStrategy(Strategy):
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
         """The process holds everything and sends nothing."""
-        return shard_costs(module, "one process holds everything")
+        return shard_costs(module, "one process, nothing sharded")
 
     def describe(self) -> str:
         """One line for ``explain()``."""

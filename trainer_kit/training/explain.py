@@ -354,7 +354,7 @@ def _describe_capture(trainer: Session, module: TrainModule) -> str:
     reason = reason_against_capture(trainer, module)
     if reason is not None:
         return f"not captured: {reason}"
-    return "captured when a kind of batch comes for the second time"
+    return "captured at the second batch of each shape"
 
 
 def show_results(trainer: Session, stage: str, results: list[dict[str, float]]) -> None:

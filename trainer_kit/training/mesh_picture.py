@@ -26,14 +26,14 @@ _LETTER: Final = 6.9
 _DATA_AXES: Final = ("dp_replicate", "dp_shard", "data", "ranks")
 """The axes along which ranks have different samples."""
 _ROLES: Final = {
-    "pp": "other blocks of the model at each place",
-    "dp_replicate": "a replica of the weights and other samples at each place",
-    "dp_shard": "a shard of the weights and other samples at each place",
-    "cp": "another part of every sequence at each place",
-    "tp": "another part of every divided layer at each place",
-    "data": "other samples at each place",
-    "tensor": "another part of every layer at each place",
-    "ranks": "other samples at each place",
+    "pp": "different blocks of the model at each position",
+    "dp_replicate": "a replica of the weights and different samples at each position",
+    "dp_shard": "a shard of the weights and different samples at each position",
+    "cp": "a different part of every sequence at each position",
+    "tp": "a different shard of every sharded layer at each position",
+    "data": "different samples at each position",
+    "tensor": "a different shard of every layer at each position",
+    "ranks": "different samples at each position",
 }
 _HUES: Final = (225, 30, 150, 330, 185, 60, 275, 100)
 _STYLE: Final = (

@@ -258,7 +258,7 @@ def _describe_layout(data_ranks: int, tensor_ranks: int, distributed: bool) -> s
         )
     if distributed:
         return f"{plural(data_ranks, 'data rank')}, each with all weights and a part of the optimizer's state"
-    return f"{plural(data_ranks, 'data rank')}, each with everything"
+    return f"{plural(data_ranks, 'data rank')}, each with a full replica"
 
 
 def _describe_exchanges(

@@ -316,7 +316,7 @@ class XLAStrategy(Strategy):
         if ranks > 1:
             exchanges.append(f"gradients: all-reduce over {plural(ranks, 'process')}")
         return shard_costs(
-            module, f"{plural(ranks, 'process')}, each with everything", exchanges
+            module, f"{plural(ranks, 'process')}, each with a full replica", exchanges
         )
 
     def describe(self) -> str:
