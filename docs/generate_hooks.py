@@ -26,7 +26,7 @@ that override each hook.
 ![The loop, with every hook at its place](assets/loop.svg)
 """
 ROLES = {
-    "Callback": "Hooks that callbacks override. They are called with positional arguments: `hook(trainer, pl_module, ...)`.",
+    "Callback": "Hooks for callbacks to override, called with positional arguments: `hook(trainer, pl_module, ...)`.",
     "ModuleHooks": "The same hooks on a `TrainModule`, without the leading `trainer, pl_module`.",
     "DataHooks": "Hooks that a `DataModule`, or a `TrainModule` with its own data, overrides.",
 }

@@ -105,7 +105,7 @@ def _describe_axes(axes: _Axes, ranks: int) -> list[str]:
     for name, size in axes:
         if size > 1:
             lines.append(
-                f"{name} = {size}: {_ROLES.get(name, 'another rank at each place')}"
+                f"{name} = {size}: {_ROLES.get(name, 'a different rank at each position')}"
             )
     if any(size > _MAX_DRAWN for _, size in axes):
         lines.append(f"the first {_MAX_DRAWN} places of an axis are drawn")
