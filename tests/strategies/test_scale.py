@@ -53,6 +53,16 @@ def test_no_exchange_grows_with_the_square_of_the_ranks(scenes: Any) -> None:
             assert all(exchange["size"] <= 64 for exchange in found), found
 
 
+def test_a_rank_describes_its_chunks_alone_for_a_sharded_checkpoint(
+    scenes: Any,
+) -> None:
+    """Each rank also sent names, shapes and dtypes of all tensors, which rank 0 has."""
+    for counts in scenes:
+        exchanges = counts["a checkpoint that all ranks write, 100 tensors"]
+        sizes = [e["size"] for e in exchanges if e["kind"] == "gather"]
+        assert max(sizes) < 100 * 50
+
+
 def test_what_a_rank_sends_does_not_grow(scenes: Any) -> None:
     """But for what rank 0 sends to all: a row of numbers for each rank."""
     small, large = scenes

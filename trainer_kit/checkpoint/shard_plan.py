@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any, final
@@ -121,17 +123,42 @@ class LocalState:
             self._tensors[key] = tensor
             self._names[key] = (part_name, name)
 
-    def describe(self) -> object:
-        """Return the trees; part, name, shape and dtype of each tensor; part, name and box of each chunk."""
-        tensors = []
-        for key, tensor in self._tensors.items():
-            shape, dtype = list(tensor.shape), dtype_name(tensor.dtype)
-            tensors.append([*self._names[key], shape, dtype])
+    def digests(self) -> dict[str, str]:
+        """A number for the tree and the tensors of each part."""
+        digests = {}
+        for part_name, tree in self.trees.items():
+            tensors = self._describe_tensors({part_name})
+            text = json.dumps([tree, tensors])
+            digest = hashlib.blake2b(text.encode(), digest_size=16)
+            digests[part_name] = digest.hexdigest()
+        return digests
+
+    def describe(self, first_digests: Mapping[str, str]) -> object:
+        """Return the trees; part, name, shape and dtype of each tensor; part, name and box of each chunk.
+
+        Args:
+            first_digests: of the first rank. Where this rank has the same, trees and tensors are left out: the first
+                rank has them, and would get as many copies as there are ranks.
+        """
+        trees = {}
+        for part_name, digest in self.digests().items():
+            if digest != first_digests.get(part_name):
+                trees[part_name] = self.trees[part_name]
         boxes = []
         for item in self._items:
             name = self._names[item.index.fqn]
             boxes.append([*name, *_box(item)])
-        return self.trees, tensors, boxes
+        return trees, self._describe_tensors(trees), boxes
+
+    def _describe_tensors(self, parts: Collection[str]) -> _Entries:
+        """Part, name, shape and dtype of each tensor of these parts."""
+        tensors = []
+        for key, tensor in self._tensors.items():
+            part_name, name = self._names[key]
+            if part_name in parts:
+                shape = list(tensor.shape)
+                tensors.append([part_name, name, shape, dtype_name(tensor.dtype)])
+        return tensors
 
     def read_chunks(
         self,
