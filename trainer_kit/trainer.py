@@ -214,7 +214,7 @@ class Trainer(Session):
         max_duration: a limit in any unit; None: no limit.
         compile: compile ``training_step``: True, or a dict of arguments of ``torch.compile``. With ``"regional": True``
             in it, compile each block of the model instead, once for all blocks of a class. ``"step"``: run forward and
-            backward as one captured graph, with the same bits, where that is possible (one process).
+            backward as one captured graph, with bit-identical results, where that is possible (one process).
         seed: the seed of the data order; by default that of the last `seed_everything` or ``torch.manual_seed`` before
             a fit begins, and the checkpoint's in a resumed fit.
         resume: ``"auto"`` continues the newest unfinished run of this script and root; by default a new run starts.

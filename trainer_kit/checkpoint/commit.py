@@ -2,7 +2,7 @@
 
 The order of effects on a local disk, which `work_directory` and its callers keep:
 
-1. A hidden directory is made beside the target. No reader looks into it; its name shows the process that writes it.
+1. A hidden directory is created beside the target. No reader looks into it; its name shows the process that writes it.
 2. Each file is written and fsynced, the manifest last: it lists the sizes and checksums of all others.
 3. The hidden directory is fsynced, so that the names of the files are durable.
 4. It is renamed to the target: from here on readers see the checkpoint.
@@ -200,7 +200,7 @@ def write_checkpoint(
     """Write a checkpoint directory. It is durable when this function returns; an error leaves no new checkpoint.
 
     Args:
-        path: the directory to make, or its URL; missing parents are made.
+        path: the directory to create, or its URL; missing parents are created.
         state: parts by name. The tensors of the part ``model`` go to ``model.safetensors``, and so on; all other
             values go to ``state.json``. `trainer_kit.checkpoint.encoding.encode` lists the types that can be saved.
         info: small plain data for the manifest, such as ``{"step": 1200, "epoch": 3}``.
@@ -269,7 +269,7 @@ def write_snapshot(
 
 
 def stage(target: Path) -> Path:
-    """Make a hidden work directory beside ``target``, into which hooks may write before the checkpoint is written.
+    """Create a hidden work directory beside ``target``, into which hooks may write before the checkpoint is written.
 
     The commit of the checkpoint renames it to ``target``. `shutil.rmtree` abandons it.
 
@@ -296,11 +296,11 @@ def work_directory(
 ) -> Iterator[Location]:
     """Yield a hidden directory beside ``target``; at the end rename it to ``target``, after an error delete it.
 
-    At a URL, `trainer_kit.checkpoint.remote.upload_directory` makes the directory. The caller syncs the files that it
+    At a URL, `trainer_kit.checkpoint.remote.upload_directory` creates the directory. The caller syncs the files that it
     writes, and writes the manifest last.
 
     Args:
-        target: from `check_target`; missing parents are made.
+        target: from `check_target`; missing parents are created.
         needed: the number of bytes that will be written.
         overwrite: replace an existing checkpoint.
         staged: from `stage`: use this directory.

@@ -212,7 +212,7 @@ def safetensors_bytes(
     """Return the size of a safetensors file in bytes, and its buffers, one tensor at a time on the host.
 
     The safetensors library writes the file before a checksum can be made, so a checksum of the file could not detect a
-    failed write. Here the checksum is made from memory. Format: https://huggingface.co/docs/safetensors
+    failed write. Here the checksum is computed from memory. Format: https://huggingface.co/docs/safetensors
 
     A tensor with several names (a tied weight) is written once, under its first name; the metadata of the file maps the
     other names to it, as ``safetensors.torch.save_model`` does.
@@ -331,7 +331,7 @@ def missing_directories(path: Path) -> list[Path]:
 
 
 def make_directories(missing: list[Path]) -> None:
-    """Make the directories that `missing_directories` returned, durably."""
+    """Create the directories that `missing_directories` returned, durably."""
     # The outermost first; another process may make the same ones.
     for directory in reversed(missing):
         directory.mkdir(exist_ok=True)

@@ -63,7 +63,7 @@ class Owner:
 
 @final
 class DirectoryLock:
-    """The right to write into one directory. The constructor makes the directory and tests that it is writable.
+    """The right to write into one directory. The constructor creates the directory and tests that it is writable.
 
     The lock is held until `release`. The lock of a dead owner is taken over. A forked process does not hold the lock.
 

@@ -102,7 +102,7 @@ def new_manifest(
     shards: int | None = None,
     extra: Mapping[str, object] | None = None,
 ) -> Manifest:
-    """Make a manifest's content. Apart from ``committed``, equal states give equal bytes.
+    """Create a manifest's content. Apart from ``committed``, equal states give equal bytes.
 
     Args:
         files: size and checksum by file name; for a rank's file also the rank's number, from 1, as ``shard``.

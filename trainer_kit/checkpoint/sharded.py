@@ -4,9 +4,9 @@ torch's planner for distributed checkpoints finds the part of each tensor that a
 rank writes safetensors files into one hidden directory, and the first rank commits it like any other checkpoint.
 
 The order of a save, in which every step fails on all ranks or on none: all ranks describe what they hold, and the first
-one plans who writes what; each rank copies its chunks (training may go on); the first rank makes the hidden directory;
-each rank writes and fsyncs its files there; when all have, the first rank writes the descriptions and the manifest, and
-renames the directory. So no manifest ever lists a file that another rank has not written.
+one plans who writes what; each rank copies its chunks (training may continue); the first rank makes the hidden
+directory; each rank writes and fsyncs its files there; when all have, the first rank writes the descriptions and the
+manifest, and renames the directory. So no manifest ever lists a file that another rank has not written.
 """
 
 from __future__ import annotations
@@ -114,10 +114,10 @@ def write_sharded(
 
     A chunk that several ranks hold (a plain tensor, a replicated axis) is written by one of them; the ranks write
     about the same number of bytes. Other values are taken from the first rank; keys of dicts that only later ranks have
-    are added, so the stages of a pipeline make one state.
+    are added, so the stages of a pipeline form one state.
 
     Args:
-        path: the directory to make, or its URL, the same on all ranks, on storage that all ranks see.
+        path: the directory to create, or its URL, the same on all ranks, on storage that all ranks see.
         state: parts by name, as for `trainer_kit.checkpoint.commit.write_checkpoint`; its tensors may be ``DTensor``,
             as in the result of ``torch.distributed.checkpoint.state_dict.get_state_dict``.
         info: small plain data for the manifest, such as ``{"step": 1200}``; only the first rank's is used.

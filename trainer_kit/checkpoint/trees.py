@@ -86,7 +86,7 @@ def tensor_record(tree: object) -> Mapping[str, Any] | None:
 def merge(first: Tree, second: Tree) -> Tree:
     """Merge two encoded trees: the keys of both dicts, at any depth; elsewhere the first tree wins.
 
-    This makes one state from ranks that hold different parts of a model, such as the stages of a pipeline.
+    This builds one state from ranks that hold different parts of a model, such as the stages of a pipeline.
 
     Example:
         >>> merge({"model": {"a": 1}, "step": 3}, {"model": {"b": 2}, "step": 4})

@@ -509,7 +509,7 @@ def export(
     Args:
         checkpoint: a checkpoint of ours, which is verified first; or anything else that
             `trainer_kit.checkpoint.weights.read_weights` reads; or the weights by name.
-        target: the file or directory to make; missing parents are made.
+        target: the file or directory to create; missing parents are created.
         format: ``"safetensors"``: one file. ``"huggingface"``: a directory with ``model.safetensors``, or, if it
             would be larger than a shard, ``model-00001-of-0000n.safetensors`` and ``model.safetensors.index.json``.
             ``"torch"``: a ``torch.save`` file (a zip file with a pickle, for ``torch.load(weights_only=True)``).

@@ -91,7 +91,7 @@ def constructor_arguments(
 def construct(
     cls: type[_Built], hparams: HyperParameters, arguments: Mapping[str, object]
 ) -> _Built:
-    """Make a module or datamodule from the hyperparameters of a checkpoint.
+    """Create a module or datamodule from the hyperparameters of a checkpoint.
 
     Args:
         cls: its class; hyperparameters that its constructor does not take are ignored.

@@ -167,7 +167,7 @@ class Group(Protocol):
         """A torch group of the same processes for CPU tensors, used for control traffic and never by training.
 
         The first call is collective. None for one process.
-        ``recreate``: make a new group after a timeout; a collective call.
+        ``recreate``: create a new group after a timeout; a collective call.
         """
 
 

@@ -81,7 +81,7 @@ def move_to_device(
 
 
 def sequence_like(model: Nested, parts: Iterable[object]) -> Nested:
-    """Make a list or tuple of the class of ``model``, also of a named tuple."""
+    """Create a list or tuple of the class of ``model``, also of a named tuple."""
     cls = type(model)
     if hasattr(model, "_fields"):
         return cls(*parts)
@@ -112,7 +112,7 @@ def map_leaves(
 
     Args:
         node: a batch, an output, or any nesting.
-        change: returns the value that takes the place of a leaf.
+        change: returns the value that replaces a leaf.
         kinds: the classes of leaves; None: everything with a method ``to``, as tensors have.
         other: called with everything that is neither a leaf nor a container; None: it stays as it is.
     """

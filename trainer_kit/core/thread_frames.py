@@ -14,8 +14,8 @@ __all__ = ["thread_frames"]
 def thread_frames(thread: int | None) -> list[FrameType]:
     """Return the frames of a thread, from the innermost to the outermost one.
 
-    Between two bytecodes of this thread the other one goes on. Its innermost frame may then belong to a generator that
-    is suspended, whose caller Python 3.11 reads from memory that may be freed. So the whole walk is one call of C
+    Between two bytecodes of this thread the other one continues. Its innermost frame may then belong to a generator
+    that is suspended, whose caller Python 3.11 reads from memory that may be freed. So the whole walk is one call of C
     code, during which no thread can switch.
 
     Args:

@@ -49,7 +49,7 @@ def need_wing(name: str, purpose: str) -> None:
 
 @final
 class LazyTable(Mapping[str, str]):
-    """A table that is made when it is first read, which for a table of fixes is when an error is written.
+    """A table that is created when it is first read, which for a table of fixes is when an error is written.
 
     Args:
         make: returns the table.

@@ -159,7 +159,7 @@ def divide_by_itself(
 ) -> Division | None:
     """Return how a loader divides the data among ranks, as far as its attributes tell; None if they do not.
 
-    A part that was made for one rank divides nothing.
+    A part that was created for one rank divides nothing.
 
     Example:
         >>> from torch.utils.data import DataLoader, DistributedSampler

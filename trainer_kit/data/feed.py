@@ -399,7 +399,7 @@ class Feed:
 
     A global micro-batch has ``batch_size * size`` consecutive samples of the sampler's order; rank r takes the r-th
     contiguous block, and the samples of a short last one are divided as evenly as possible. With a user's
-    ``batch_sampler``, ``size`` consecutive batches make one global micro-batch. Data that cannot be indexed are read by
+    ``batch_sampler``, ``size`` consecutive batches form one global micro-batch. Data that cannot be indexed are read by
     every rank, which keeps each ``size``-th batch.
 
     The order depends on (seed, epoch) alone and changes no global generator. A sampler with its own generator, and a

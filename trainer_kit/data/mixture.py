@@ -63,8 +63,8 @@ def mix(
         seed: decides between sources that are equally far behind.
         until: where an epoch ends. ``"first"``: after the last sample of any source (``first_exhausted`` of Hugging
             Face's ``stopping_strategy``); ``"all"``: when each source was read at least once (``all_exhausted``); a
-            number: after so many samples; None: never (use ``max_steps`` or ``limit_train_batches``). That an iterable
-            or a packed stream has ended is known only when it is asked for another sample.
+            number: after this many samples; None: never (use ``max_steps`` or ``limit_train_batches``). That an
+            iterable or a packed stream has ended is known only when it is asked for another sample.
         key: the key under which each sample, a dict, gets the name of its source, for logs and losses by source.
 
     Returns:

@@ -372,7 +372,7 @@ class SampleBlocks(Split):
 
 @final
 class BatchTurns(Split):
-    """``size`` consecutive items of a user's batch sampler make one global micro-batch; rank r takes the r-th.
+    """``size`` consecutive items of a user's batch sampler form one global micro-batch; rank r takes the r-th.
 
     Args:
         order: yields lists of indices, or single items if the loader does not collate.

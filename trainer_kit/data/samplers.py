@@ -32,7 +32,7 @@ Sampler: TypeAlias = Any
 
 
 def divided_by_one(order: Sampler) -> Division | None:
-    """Return the division of a sampler that was made for one rank, by the attributes of torch's."""
+    """Return the division of a sampler that was created for one rank, by the attributes of torch's."""
     # The second one is inside a batch sampler.
     samplers: tuple[Sampler, ...] = (order, getattr(order, "sampler", None))
     for sampler in samplers:

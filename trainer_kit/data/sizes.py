@@ -262,7 +262,7 @@ def limit_batches(
 
 @dataclasses.dataclass(frozen=True)
 class EpochLength:
-    """How many micro-batches of a loader make an epoch.
+    """How many micro-batches of a loader form an epoch.
 
     Attributes:
         expected: the number of micro-batches by the loader's length and the user's limit; None if unknown.

@@ -207,7 +207,7 @@ class Source(ABC):
     def indices(self, epoch: int, batch: int) -> list[SampleIndex] | None:
         """Return the dataset's indices in this rank's micro-batch of the epoch that is being read. Default: unknown.
 
-        The order is drawn again, in the time that this takes; what is being read goes on unchanged.
+        The order is drawn again, in the time that this takes; what is being read continues unchanged.
         """
         return None
 
@@ -270,7 +270,7 @@ def warn_of_early_end(loader: object, start: int) -> None:
 
 
 def refuse_batch_size(loader: object, options: ReadOptions) -> None:
-    """Raise `DataError` if the user asks for a batch size of a loader that makes batches itself."""
+    """Raise `DataError` if the user asks for a batch size of a loader that creates batches itself."""
     if options.batch_size is not None:
         raise DataError(
             f"the Trainer cannot set the batch size of this {kind_of(loader)}",

@@ -652,7 +652,7 @@ class StreamSource(Source):
             )
 
     def _forget(self) -> None:
-        """Begin the next epoch at its start: litdata's loader goes on from a loaded state until it has ended once."""
+        """Begin the next epoch at its start: litdata's loader continues from a loaded state until it has ended once."""
         self._loaded = False
         from_litdata = type(self.loader).__module__.startswith("litdata.")
         if from_litdata and getattr(self.loader, "restore", None) is True:

@@ -50,7 +50,7 @@ FETCH_FILE: Final = os.path.join("torch", "utils", "data", "_utils", "fetch.py")
 
 
 def drop_iterator(loader: DataLoader[Batch]) -> None:
-    """Let a loader forget its iterator; its workers go on until they are shut down, or collected."""
+    """Let a loader forget its iterator; its workers continue until they are shut down, or collected."""
     loader.__dict__[ITERATOR] = None
 
 

@@ -114,7 +114,7 @@ class OnDisk(Lazy):
         """Return several tensors that share no memory; each file is opened once, and closed at the end.
 
         Raises:
-            CheckpointError: a file was deleted, or written again since this object was made.
+            CheckpointError: a file was deleted, or written again since this object was created.
         """
         names = list(names)
         used: set[str] = set()
@@ -246,7 +246,7 @@ def write_weights(
     """Write weights to a new file, which is deleted with the returned object, or at exit.
 
     Args:
-        folder: the directory; it is made if missing, and its other files stay.
+        folder: the directory; it is created if missing, and its other files stay.
         weights: copied one at a time.
 
     Raises:

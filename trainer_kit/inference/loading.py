@@ -110,7 +110,7 @@ def load_checkpoint_in_model(
         device_map: a device by name of a module. None: the current device of each tensor; for meta tensors the CPU.
         offload_folder: for weights that go to disk and are in no safetensors file.
         dtype: of all floating-point tensors; None: that of the model.
-        offload_state_dict: without effect: loading never makes a second copy.
+        offload_state_dict: without effect: loading never creates a second copy.
         offload_buffers: buffers of layers on disk stay on disk.
         keep_in_fp32_modules: names of modules whose weights are loaded as float32, whatever ``dtype`` is.
         offload_8bit_bnb: refused; use `load_and_quantize_model`.
@@ -244,7 +244,7 @@ def load_checkpoint_and_dispatch(
         offload_folder: for weights that go to disk and are in no safetensors file.
         offload_buffers: as for `dispatch_model`.
         dtype: of all floating-point tensors; None: that of the model.
-        offload_state_dict: without effect: loading never makes a second copy.
+        offload_state_dict: without effect: loading never creates a second copy.
         skip_keys: as for `dispatch_model`.
         preload_module_classes: as for `dispatch_model`.
         force_hooks: as for `dispatch_model`.
@@ -545,7 +545,7 @@ def init_on_device(
 
     Args:
         device: the device.
-        include_buffers: buffers too; then all tensors are made on ``device`` directly.
+        include_buffers: buffers too; then all tensors are created on ``device`` directly.
 
     Example:
         >>> with init_on_device("meta", include_buffers=True):

@@ -89,7 +89,7 @@ class Output:
     role: str = "rank"
 
     def files(self, reports: str) -> DefaultLogsSpecs:
-        """Make the log specification for torch's agent; without log files, torch writes its own files to ``reports``.
+        """Create the log specification for torch's agent; without log files, torch writes its own files to ``reports``.
 
         Args:
             reports: a directory that only this attempt uses.

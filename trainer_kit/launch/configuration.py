@@ -366,7 +366,7 @@ class Resolved:
     def wrong(
         self, problem: str, *names: str, fix: str | None = None
     ) -> ConfigurationError:
-        """Make the error for options that cannot be launched; it shows their values and origins."""
+        """Create the error for options that cannot be launched; it shows their values and origins."""
         return ConfigurationError(
             problem, found=", ".join(map(self.describe, names)), fix=fix
         )

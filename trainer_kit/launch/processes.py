@@ -316,7 +316,7 @@ class Ranks:
         target: called as ``target(rank)``; must be picklable unless the context forks.
         environ: variables for all ranks; ``RANK`` and ``LOCAL_RANK`` are added.
         peer_grace: seconds that the others have after a rank has failed.
-        directory: where the directory of the ranks' reports is made; None: where temporary files are.
+        directory: where the directory of the ranks' reports is created; None: where temporary files are.
     """
 
     def __init__(

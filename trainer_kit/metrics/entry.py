@@ -275,7 +275,7 @@ class Entry:
 
     @staticmethod
     def from_state(state: _EntryState, modules: Mapping[str, nn.Module]) -> Entry:
-        """Make an entry from a `state`; a metric object is looked up in ``modules`` by its name."""
+        """Create an entry from a `state`; a metric object is looked up in ``modules`` by its name."""
         hook, name, loader, sums, values, weights, *later_fields = state
         # Older checkpoints end here, or after the options.
         options: list[Any] = list(_OPTIONS_OF_OLD_STATES)

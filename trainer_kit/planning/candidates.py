@@ -29,7 +29,7 @@ _AXES: Final = {"pp": "pipeline", "tp": "tensor", "cp": "context"}
 
 
 def strategy_for(candidate: Candidate) -> Strategy:
-    """Make the strategy of a candidate; ``"tp2"`` is a mesh with ``tp=2``, whose other ranks shard data and weights.
+    """Create the strategy of a candidate; ``"tp2"`` is a mesh with ``tp=2``, whose other ranks shard data and weights.
 
     ``"hsdp8"`` shards over 8 ranks, and replicates these shards.
 
@@ -66,7 +66,7 @@ def _name_with_offload(name: str) -> str:
 
 
 def _make_sized(axis: str, size: int, candidate: Candidate) -> Strategy:
-    """Make a strategy whose name ends with the size of its axis."""
+    """Create a strategy whose name ends with the size of its axis."""
     strategy: Strategy
     if axis != "hsdp":
         # The ranks that the axis leaves shard data and weights: mixing axes with full copies needs more memory and is

@@ -562,7 +562,7 @@ class FakeReplicas(Strategy):
     def prepare_module(
         self, module: nn.Module, manual: bool, precision: Precision
     ) -> None:
-        """Make the buckets, and watch gradients."""
+        """Create the buckets, and watch gradients."""
         module.to(self.device)
         self._module = module
         trained = [

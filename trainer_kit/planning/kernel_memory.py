@@ -109,7 +109,7 @@ class Allocations:
 
     Args:
         changes: signed bytes, in order.
-        begin: how many of them were made before `mark`.
+        begin: how many of them came before `mark`.
     """
 
     def __init__(self, changes: Iterable[int] = (), begin: int = 0) -> None:

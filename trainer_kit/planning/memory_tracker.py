@@ -318,7 +318,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of tor
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Inside, optimizers step: nothing that is made is an activation."""
+        """Inside, optimizers step: nothing that is created is an activation."""
         # What is left of the forward is a result that the module keeps, and no activation of a later backward.
         self._fresh.clear()
         self._in_step = False

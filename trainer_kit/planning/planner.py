@@ -104,7 +104,7 @@ def plan_fit(
         precisions: their names; empty: the Trainer's, and mixed precision.
         global_batch: samples of a step; None: as in the Trainer and the loaders.
         assumptions: of the estimates.
-        arguments: what a captured script passed to its Trainer, which is made on one process.
+        arguments: what a captured script passed to its Trainer, which is created on one process.
         script: the command line of the script.
         say: is called with lines about the progress.
     """

@@ -171,7 +171,7 @@ def apply_exceptions(
     Args:
         module: the whole module; exceptions of an earlier precision are removed.
         modules: each with its dtype and the dtype of its outputs (None: they are not cast).
-        context: makes the context of a forward in a dtype.
+        context: creates the context of a forward in a dtype.
     """
     # A module may have been converted by an earlier run with other exceptions.
     for submodule in module.modules():

@@ -175,7 +175,7 @@ class TruePrecision(NativePrecision):
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def forward_context(self) -> AbstractContextManager[object] | None:
-        """The default dtype, for tensors that a step makes; None for float32."""
+        """The default dtype, for tensors that a step creates; None for float32."""
         if not self.converts_batch:
             return None
         return _DefaultDtype(self.dtype)
@@ -572,7 +572,7 @@ def has_gradients(optimizer: Optimizer | _ScalerView) -> bool:
 
 
 def make_scaler(device_type: str, **options: Any) -> torch.amp.GradScaler:
-    """Make torch's gradient scaler without initializing the device.
+    """Create torch's gradient scaler without initializing the device.
 
     ``GradScaler("cuda")`` counts the devices through the runtime, after which a forked process cannot use them.
 

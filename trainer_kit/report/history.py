@@ -32,9 +32,9 @@ _Floats: TypeAlias = npt.NDArray[np.float64]
 class History:
     """The logged values of a run, one row for each step at which something was logged.
 
-    They are read from the run's journal when the table is made: it does not grow while the run goes on, and a resumed
-    run has the rows before its restart too. A name that was logged more than 200,000 times has the lowest and the
-    highest value of each interval. A name that was logged twice at one step has its last value.
+    They are read from the run's journal when the table is created: it does not grow while the run continues, and a
+    resumed run has the rows before its restart too. A name that was logged more than 200,000 times has the lowest and
+    the highest value of each interval. A name that was logged twice at one step has its last value.
 
     Args:
         series: by name, the steps and the values of each.

@@ -80,7 +80,7 @@ class Guard:
         remember: returns what undoes the effects of later steps that no checkpoint holds: see `remember_effects`.
         raises: raise at the step that is not finite; otherwise leave it out.
         back: how many steps before it are left out, too.
-        max_skips: the error is raised once so many steps were not finite.
+        max_skips: the error is raised once this many steps were not finite.
         left_out: is filled with the numbers of the steps that were not finite.
 
     Attributes:

@@ -573,7 +573,7 @@ class RunFiles:
         self._calls.log_graph(logger, module, device)
 
     def _continues_in(self, saved: object) -> bool:
-        """Whether a run with this directory is continued: it is this one, or its tracker's run goes on from here."""
+        """Whether a run with this directory is continued: it is this one, or its tracker's run continues from here."""
         directory = self._masked_directory()
         if saved == directory:
             return True

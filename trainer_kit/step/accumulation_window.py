@@ -1,4 +1,4 @@
-"""Makes the windows of an epoch: k micro-batches of the feed and their weights, equally many on every rank.
+"""Creates the windows of an epoch: k micro-batches of the feed and their weights, equally many on every rank.
 
 What every rank knows without asking: the length of a window in micro-batches, and the numbers of steps and batches
 before it. Of map-style data also the samples of each global batch, so that the weights of all ranks follow from the
@@ -39,7 +39,7 @@ class _Padding(Protocol):
 
 @final
 class WindowLoader:
-    """Makes the windows of a fit, each complete.
+    """Creates the windows of a fit, each complete.
 
     The gradient of a step is ``sum(w_i g_i) / sum(w_i)`` over the micro-batches of the window and all data ranks; an
     engine that divides by ``divisor`` gets each loss times ``w_i * divisor / sum(w_i)``. Nothing is multiplied where
@@ -59,7 +59,7 @@ class WindowLoader:
         padding: provides a batch for a rank that never had one; None if no padding batch is needed.
 
     Attributes:
-        window: the one that was made last; before the first of an epoch, one without micro-batches.
+        window: the one that was created last; before the first of an epoch, one without micro-batches.
         data_seconds: how long steps have waited for their windows so far.
     """
 

@@ -184,7 +184,7 @@ class Bus:
         return remove
 
     def silent(self, *audible: str) -> Bus:
-        """Make a bus without listeners, except for the hooks named in ``audible``."""
+        """Create a bus without listeners, except for the hooks named in ``audible``."""
         bus = Bus.__new__(Bus)
         for name in Bus.names():
             listeners: Listeners = ()

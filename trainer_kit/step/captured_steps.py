@@ -59,7 +59,7 @@ class _Captured:
 
 @final
 class CapturedSteps:
-    """Takes the place of ``strategy.forward_backward``, and of the backward of windows.
+    """Replaces ``strategy.forward_backward`` and the backward of windows.
 
     Args:
         strategy: one under which forward and backward are the module's alone.

@@ -96,7 +96,7 @@ def _refusal(optimizer: Optimizer, reason: str, fix: str) -> ConfigurationError:
 
 @final
 class Closures(Generic[_Loss]):
-    """Makes the closure for each step of one optimizer.
+    """Creates the closure for each step of one optimizer.
 
     Args:
         parameters: a change of their values or gradients makes the window run again; read at each step.
@@ -121,7 +121,7 @@ class Closures(Generic[_Loss]):
         self._unversioned = False
 
     def make(self) -> Callable[[], _Loss]:
-        """Make the closure of this step; gradients are complete."""
+        """Create the closure of this step; gradients are complete."""
         # By identity and version counter: comparing values would be a sync point in every step.
         gradients = list(map(_GRADIENT, self._parameters))
         versions = self._versions(gradients)

@@ -119,7 +119,7 @@ class Evaluation:
 
     @contextmanager
     def limited_to(self, batches: int | None) -> Iterator[None]:
-        """A context in which at most so many batches of each loader run, and do not count; None: all of them."""
+        """A context in which at most this many batches of each loader run, and do not count; None: all of them."""
         limits, expected = self.limits, self.expected
         if batches is not None:
             self.limits = [_smaller(limit, batches) for limit in limits]

@@ -51,7 +51,7 @@ class LRSchedulerConfig:
     Attributes:
         scheduler: anything with ``step``.
         interval: ``"epoch"`` or ``"step"`` (optimizer steps).
-        frequency: every so many of them, counted over the whole run.
+        frequency: intervals from one advance to the next, counted over the whole run.
         monitor: the metric handed to ``step``, for schedulers that want one.
         strict: whether a missing metric is an error.
         name: how ``LearningRateMonitor`` calls it.

@@ -106,7 +106,7 @@ class Schedule:
         min_epochs, min_steps: a stop request waits until both are reached.
         validate_every: from one validation to the next, in any unit; None for the end of the epoch.
         across_epochs: whether ``validate_every`` counts on over epochs.
-        validate_epochs: every so many epochs.
+        validate_epochs: epochs between validations.
         validates: whether there is anything to validate on.
         log_every: steps between flushes of logged values.
         agree_every: steps between agreements of several ranks about requests; 0 for one process.

@@ -80,7 +80,7 @@ def _holds_samples(items: Sequence[object]) -> bool:
 
 @final
 class SplitBatches:
-    """Takes the place of ``strategy.forward_backward``: see `callbacks.AutoMicroBatch`.
+    """Replaces ``strategy.forward_backward``: see `callbacks.AutoMicroBatch`.
 
     Ranks run a window without an exchange, agree on whether any of them ran out of memory, and then exchange gradients.
 
@@ -217,7 +217,7 @@ class SplitBatches:
 
 @final
 class ReplayedSteps:
-    """Takes the place of ``strategy.forward_backward``: see `callbacks.ReplayCheck`.
+    """Replaces ``strategy.forward_backward``: see `callbacks.ReplayCheck`.
 
     Args:
         strategy: under which the window runs.

@@ -60,7 +60,7 @@ class _Border:
 
 @final
 class TimeAccount:
-    """Seconds of each part of a fit since this object was made.
+    """Seconds of each part of a fit since this object was created.
 
     Another thread may read it at any time; the thread of training alone calls what changes it.
 

@@ -56,7 +56,7 @@ class AdaptiveDDP(DistributedDataParallel):
 
     torch's class averages those that were trained when it was created: the gradient of a parameter that is unfrozen or
     added later stays each rank's own, and a step waits for the gradient of one that is frozen later. This class can
-    compare ``requires_grad`` with what the reducer knows, and make a new one.
+    compare ``requires_grad`` with what the reducer knows, and create a new one.
 
     Args:
         module: the module; all of its parameters may be frozen.
@@ -73,7 +73,7 @@ class AdaptiveDDP(DistributedDataParallel):
         self._reduced = list(map(_REQUIRES_GRAD, reduced_parameters(self)))
 
     def follow_trained(self) -> bool:
-        """Make a new reducer if other parameters are trained than it knows; every rank must call it.
+        """Create a new reducer if other parameters are trained than it knows; every rank must call it.
 
         Returns:
             Whether any parameter is trained.

@@ -64,7 +64,7 @@ class DDPStrategy(Strategy):
             hold it: a resumed run starts PowerSGD again with its uncompressed first steps.
         ddp_comm_wrapper: ``"fp16"`` or ``"bf16"``: cast the gradients before the hook sees them; or a function that
             takes the hook and returns one.
-        local_sgd: average the weights every so many steps, instead of the gradients in each step.
+        local_sgd: average the weights at the intervals of a `PostLocalSGD`; None: average the gradients in each step.
         process_group_backend: ``"gloo"``, ``"nccl"``, …; by default torch's choice for the device.
         timeout: the limit for one collective.
         process_group: torch's group of the ranks that train together in a custom training loop; by default all ranks.
@@ -149,7 +149,7 @@ class DDPStrategy(Strategy):
         return self.world.size
 
     def start(self) -> None:
-        """Join the process group, or make one.
+        """Join the process group, or create one.
 
         Raises:
             StrategyError: this process is not in ``process_group``, or that group has no side on the CPU.

@@ -210,7 +210,7 @@ class FSDPStrategy(Strategy):
         return self.data.size
 
     def start(self) -> None:
-        """Join the process group, or make one; then the mesh."""
+        """Join the process group, or create one; then the mesh."""
         self.world: ProcessGroup = join_world(
             self.device, self.backend, self.timeout, alone=True
         )

@@ -30,7 +30,7 @@ _MOMENTUM_STATES: Final = frozenset({"momentum_buffer"})
 
 
 def has_fused_update(optimizer: Optimizer) -> bool:
-    """Whether this optimizer was made with ``fused=True``, and `FusedUpdate` knows its kernel.
+    """Whether this optimizer was created with ``fused=True``, and `FusedUpdate` knows its kernel.
 
     A subclass may have another kernel than its base.
     """
@@ -83,8 +83,8 @@ class FusedUpdate:
     def run(self) -> bool:
         """Update the weights; False, and nothing is done, where only torch's own step is right.
 
-        That is the first step, which makes the states; a parameter without a gradient; options that are tensors; and a
-        loss scale that the kernel divides by.
+        That is the first step, which creates the states; a parameter without a gradient; options that are tensors; and
+        a loss scale that the kernel divides by.
         """
         if not self._tries_left:
             return False

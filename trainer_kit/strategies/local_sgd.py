@@ -80,7 +80,7 @@ class Replicas:
         self._is_unaveraged = False
 
     def begin(self, completed: int) -> bool:
-        """Begin a window after so many steps; return whether it exchanges no gradients."""
+        """Begin a window after this many steps; return whether it exchanges no gradients."""
         assert self.options is not None
         # Counted with the step of this window, over the whole run: a resumed run averages in the same steps.
         local_steps = completed + 1 - self.options.warmup_steps

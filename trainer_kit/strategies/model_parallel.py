@@ -66,8 +66,8 @@ class ModelParallelStrategy(Strategy):
 
     ``configure_model`` calls torch's ``parallelize_module`` with ``self.device_mesh["tensor_parallel"]``, and
     ``fully_shard`` with ``self.device_mesh["data_parallel"]``. The ranks of one tensor axis get the same batches. The
-    layers that ``__init__`` has made get rank 0's weights before ``configure_model`` runs. Layers that were made under
-    ``trainer.init_module(empty_init=True)`` get them afterwards, so that no other rank ever holds them whole.
+    layers that ``__init__`` has created get rank 0's weights before ``configure_model`` runs. Layers that were created
+    under ``trainer.init_module(empty_init=True)`` get them afterwards, so that no other rank ever holds them whole.
 
     Args:
         data_parallel_size: the number of data ranks; ``"auto"``: the number of machines, or what the other size leaves.
@@ -141,7 +141,7 @@ class ModelParallelStrategy(Strategy):
     # -- the mesh ------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Join the process group, or make one; then the mesh of data and tensor ranks."""
+        """Join the process group, or create one; then the mesh of data and tensor ranks."""
         was_started = self.started
         self.world = join_world(self.device, self.backend, self.timeout, alone=True)
         if was_started:

@@ -80,7 +80,7 @@ def join_world(
         device: where this rank computes.
         backend: torch's name; by default what torch takes for this device. The CPU has gloo beside it.
         timeout: how long a collective may take.
-        alone: whether a process without a launcher makes a group of one rank.
+        alone: whether a process without a launcher creates a group of one rank.
     """
     _wait_for_gloo_at_exit()
     make_current(device)  # first: everything after it uses the current device

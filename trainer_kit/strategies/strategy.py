@@ -178,7 +178,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Join the process group, or make one, and set `world`, `data`, `losses`, `reports` and `reporter`."""
+        """Join the process group, or create one, and set `world`, `data`, `losses`, `reports` and `reporter`."""
 
     def stop(self) -> None:
         """Release what `prepare_module` made. Default: nothing to do."""
@@ -189,7 +189,7 @@ class Strategy(ABC):
         return "world" in self.__dict__
 
     def places(self, processes: int) -> Mapping[str, int]:
-        """The size of each axis with so many processes; called before any process is started.
+        """The size of each axis for this number of processes; called before any process is started.
 
         Args:
             processes: the number of processes over all nodes.
@@ -198,7 +198,7 @@ class Strategy(ABC):
             The sizes by the names of the axes; empty for a strategy without a mesh.
 
         Raises:
-            StrategyError: the sizes do not fit so many processes.
+            StrategyError: the sizes do not fit this number of processes.
         """
         return {}
 

@@ -239,12 +239,12 @@ reduced_parameters: Final[Callable[[DistributedDataParallel], list[nn.Parameter]
 def set_reduced_parameters(
     wrapper: DistributedDataParallel, parameters: list[nn.Parameter]
 ) -> None:
-    """Set what `reduced_parameters` returns; the next reducer is made from it."""
+    """Set what `reduced_parameters` returns; the next reducer is created from it."""
     vars(wrapper)["_module_parameters"] = parameters
 
 
 def replace_reducer(wrapper: DistributedDataParallel) -> None:
-    """Make a new reducer for the parameters that are trained now, as torch does where it unpickles the wrapper.
+    """Create a new reducer for the parameters that are trained now, as torch does where it unpickles the wrapper.
 
     Without these methods the run is refused, as the gradient of a parameter that is unfrozen later would not be
     averaged; the alternative is a new wrapper, which loses its hooks and the buckets that it has learned.

@@ -60,7 +60,7 @@ def check_strategy(
     """Train small models with a strategy on gloo ranks of this machine, and compare with one process.
 
     Args:
-        strategy: a class, or a function at the top level of a module, that makes the strategy.
+        strategy: a class, or a function at the top level of a module, that creates the strategy.
         world_size: number of ranks.
         only: names of `CHECKS`; by default all of them.
         precision: ``"64-true"``, which shows the smallest differences; ``"32-true"`` for an engine without it;

@@ -222,7 +222,7 @@ class RankReader:
         rank: this rank.
         ranks: all ranks.
         identify: returns a value for each sample of a batch.
-        saved: the position from which it goes on; None: the beginning.
+        saved: the position from which it continues; None: the beginning.
         seed: of the generators of a new run.
     """
 

@@ -69,7 +69,7 @@ def training_feed(
     window: int,
     agree: Callable[[list[float]], list[list[float]]] | None = None,
 ) -> tuple[Feed, EpochLength]:
-    """This rank's share of the training data, and how many micro-batches of it make an epoch.
+    """This rank's share of the training data, and how many micro-batches of it form an epoch.
 
     Args:
         loaders: a loader or any pytree of loaders.

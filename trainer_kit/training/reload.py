@@ -55,7 +55,7 @@ class LoaderReload:
             self._loaded_at -= every
 
     def begin_epoch(self) -> None:
-        """Call the hooks that make the loaders, if they are due. Every rank must call it."""
+        """Call the hooks that create the loaders, if they are due. Every rank must call it."""
         progress = self._run.progress
         # Inside an epoch the loaders stay: the position counts their batches.
         if progress.epoch < self._loaded_at + self._every or progress.epoch_batch:

@@ -930,7 +930,7 @@ class Session:
 
         Args:
             empty_init: True: layers are not initialized, and no random numbers are drawn, for weights that a checkpoint
-                replaces. Where weights are sharded, ranks other than the first make layers without storage, and get
+                replaces. Where weights are sharded, ranks other than the first create layers without storage, and get
                 their parts of the first rank's values.
 
         Example:

@@ -34,8 +34,8 @@ class BatchChecks:
     """Compares a run with one process that has its samples as one batch.
 
     Args:
-        runs: makes the runs.
-        references: makes the runs in one process.
+        runs: performs the runs.
+        references: performs the runs in one process.
         checks: gets the results.
         run: the verified configuration.
         division: how it divides its data.

@@ -34,7 +34,7 @@ class BitChecks:
     """Compares runs of the same configuration.
 
     Args:
-        runs: makes the runs.
+        runs: performs the runs.
         checks: gets the results.
     """
 
@@ -44,7 +44,7 @@ class BitChecks:
         self._checkpoint = str(runs.directory / "saved")
 
     def compare(self, validates: bool) -> None:
-        """Make the comparisons.
+        """Run the comparisons.
 
         Args:
             validates: whether there is a loader of validation.

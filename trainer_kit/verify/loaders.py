@@ -198,8 +198,8 @@ def loaders_by_rank(
 ) -> list[Loaders]:
     """The loaders of each data rank.
 
-    Loaders that divide the data themselves are made again for each data rank, with the environment of its rank. Others
-    are copies, whose samplers, generators and streams the reading of another data rank does not change.
+    Loaders that divide the data themselves are created again for each data rank, with the environment of its rank.
+    Others are copies, whose samplers, generators and streams the reading of another data rank does not change.
 
     Args:
         loaders: the loaders of the first data rank.

@@ -1,7 +1,7 @@
 """Ranks as threads of this process that take turns: for a debugger, for coverage, and where no process can fork.
 
 Only one rank runs at a time. It hands over where it waits for others, in a collective, and at its end; its random
-numbers, environment variables and switches of torch are put back before it goes on. So every rank computes what it
+numbers, environment variables and switches of torch are put back before it continues. So every rank computes what it
 computes as a process, in bits: the collectives are those of gloo. This is the only file that replaces private parts of
 torch.distributed; torch tests its own strategies on threads in this way, with collectives in Python.
 """

@@ -125,7 +125,7 @@ class Record:
         data_rank: this rank's number among those ranks.
         divisor: by what the engine divides the sum of the ranks' gradients.
         own_buffers: whether no rank sends its buffers.
-        own_batches: whether the loader makes its batches itself, so that one process cannot read them as one.
+        own_batches: whether the loader creates its batches itself, so that one process cannot read them as one.
         gradients: by step and parameter: complete, before clipping.
         weights: by step and name: complete, after the step; parameters and buffers.
         local: by step and name: parameters and buffers of which this rank has a whole copy; -1: before training.
@@ -137,7 +137,7 @@ class Record:
         rank: this rank's number among all ranks.
         compiled: whether torch compiled code while it trained.
         buffers: the names of buffers.
-        retargeted: samplers that were made for other ranks, in words.
+        retargeted: samplers that were created for other ranks, in words.
         norms: the names of batch norms that normalize with the statistics of a rank's batch.
         synced: the names of those that normalize with the statistics of all ranks.
         waiting: the schedulers that wait for a validation, in words.
@@ -243,7 +243,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def makes_batches(feed: Feed) -> bool:
-    """Whether a loader makes its batches itself, as with a batch sampler: their size cannot be set.
+    """Whether a loader creates its batches itself, as with a batch sampler: their size cannot be set.
 
     Example:
         >>> data = torch.utils.data

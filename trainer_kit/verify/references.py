@@ -44,10 +44,10 @@ def eps_of(precision: str) -> float:
 
 @final
 class References:
-    """Makes the runs that the verified configuration is compared with.
+    """Performs the runs that the verified configuration is compared with.
 
     Args:
-        runs: makes all runs.
+        runs: performs all runs.
         checks: gets the checks that are skipped because they need a launcher.
     """
 

@@ -120,7 +120,7 @@ def _opened(directory: Path) -> Iterator[int]:
 
 @final
 class Runs:
-    """Makes the runs.
+    """Performs the runs.
 
     Args:
         trainer: the configuration that is verified; it is not changed.

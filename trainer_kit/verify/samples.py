@@ -27,7 +27,7 @@ class SampleChecks:
     """Compares the samples of a run.
 
     Args:
-        runs: makes the runs.
+        runs: performs the runs.
         checks: gets the results.
     """
 

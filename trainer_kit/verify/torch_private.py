@@ -41,7 +41,7 @@ OPERATIONS_ALIKE: Final = ("_allgather_base", "_reduce_scatter_base")
 
 
 def new_group_function() -> Callable[..., object]:
-    """torch's function that makes a process group.
+    """torch's function that creates a process group.
 
     Raises:
         TrainerKitError: this release of torch has none under that name.

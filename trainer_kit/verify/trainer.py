@@ -45,7 +45,7 @@ class Logs:
         self.epoch: dict[str, tuple[float, float]] = {}
 
     def begin(self, weight: float, values: StepLogs | None = None) -> None:
-        """Begin a micro-batch of this weight, or go on with one that has logged ``values``."""
+        """Begin a micro-batch of this weight, or continue with one that has logged ``values``."""
         self.weight = weight
         self.values = {}
         if values is not None:

@@ -124,7 +124,7 @@ class _Verifier:
 
     Args:
         trainer: the configuration that is verified.
-        runs: makes the runs.
+        runs: performs the runs.
         result: gets the checks.
     """
 
@@ -137,7 +137,7 @@ class _Verifier:
         self._references = References(runs, self._checks)
 
     def run(self) -> None:
-        """Make all comparisons."""
+        """Run all comparisons."""
         # The run comes first: only its records tell how it divides the data, which the
         # plain loop must repeat.
         run = self._runs.train(reseeds=RESEEDS)

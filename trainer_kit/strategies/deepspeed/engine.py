@@ -295,7 +295,7 @@ class OpenWindow:
             self._is_complete = True
 
     def drop(self, set_to_none: bool = True) -> None:
-        """Discard the gradients of the window without a step (takes the place of ``zero_grad``)."""
+        """Discard the gradients of the window without a step (replaces ``zero_grad``)."""
         self._has_stale_gradients = self._has_stale_gradients or self.begun
         self.end()
 

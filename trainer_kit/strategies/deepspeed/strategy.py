@@ -206,7 +206,7 @@ class DeepSpeedStrategy(Strategy):
         return self.world.size
 
     def start(self) -> None:
-        """Join the process group, or make one, also for a single process."""
+        """Join the process group, or create one, also for a single process."""
         self.world: ProcessGroup = join_world(
             self.device, self.backend, self.timeout, alone=True
         )
@@ -257,7 +257,7 @@ class DeepSpeedStrategy(Strategy):
     def prepare_module(
         self, module: nn.Module, manual: bool, precision: Precision
     ) -> None:
-        """Refuse what the engine cannot do; the engine itself is made when the optimizer is known, too."""
+        """Refuse what the engine cannot do; the engine itself is created when the optimizer is known, too."""
         _check_module(module, manual)
         self.configure(precision=precision.name, hidden_size=_hidden_size(module))
         precision.hand_over(self._scaler, precision.name.startswith("16-"))
@@ -321,7 +321,7 @@ class DeepSpeedStrategy(Strategy):
             return target(*arguments, **options)
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
-        """Make the engine of module and optimizer; it puts its flat masters into the optimizer's groups."""
+        """Create the engine of module and optimizer; it puts its flat masters into the optimizer's groups."""
         self._check_optimizer(optimizer)
         # The engine steps flat masters, of which each rank has a part; without ZeRO each parameter is whole.
         refused_names: Sequence[str] = ()
@@ -650,7 +650,7 @@ def _check_module(module: nn.Module, manual: bool) -> None:
 
 
 def _refuse_group(param_group: Any) -> None:
-    """Refuse a later group (takes the place of ``add_param_group``)."""
+    """Refuse a later group (replaces ``add_param_group``)."""
     raise StrategyError(
         "DeepSpeed partitions parameters once: a group that is added later would not be trained",
         found="add_param_group",
@@ -659,7 +659,7 @@ def _refuse_group(param_group: Any) -> None:
 
 
 def _ignore_zero_grad(set_to_none: bool = True) -> None:
-    """Takes the place of ``zero_grad``: the engine drops gradients in its step."""
+    """Replaces ``zero_grad``: the engine drops gradients in its step."""
 
 
 def _is_partitioned(module: nn.Module) -> bool:

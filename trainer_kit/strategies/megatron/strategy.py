@@ -167,7 +167,7 @@ class MegatronStrategy(Strategy):
         }
 
     def start(self) -> None:
-        """Join the process group, and make Megatron's groups of it."""
+        """Join the process group, and create Megatron's groups from it."""
         # Megatron's kernels and its gradient buffers are written for CUDA; it would fail inside of its first layer.
         if not torch.cuda.is_available():
             raise StrategyError(
@@ -251,7 +251,7 @@ class MegatronStrategy(Strategy):
     def _call_wrapped(
         self, model_forward: Function, *args: object, **kwargs: object
     ) -> Any:
-        """Takes the place of the model's ``forward``, so that the user's module calls Megatron's wrapper."""
+        """Replaces the model's ``forward``, so that the user's module calls Megatron's wrapper."""
         # The wrapper calls the model, whose forward this is.
         if self._is_in_forward:
             return model_forward(*args, **kwargs)
