@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 import trainer_kit as tk
 from trainer_kit.core.errors import CheckpointError
-from trainer_kit.data.sources import shuffle_buffer
+from trainer_kit.data import CombinedLoader, warn_if_inexact
 
 OPTIONS: dict[str, Any] = {
     "accelerator": "cpu",
@@ -257,14 +257,101 @@ class Buffered(IterableDataset[Any]):
         self.at = state["at"]
 
 
-def test_a_resume_with_a_shuffle_buffer_says_that_it_is_not_exact(
+def warnings_of(run: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as lines:
+        warnings.simplefilter("always")
+        run()
+    return [str(line.message) for line in lines if "is not exact" in str(line.message)]
+
+
+def test_a_shuffle_buffer_is_named_before_the_first_step_and_at_a_resume(
     tmp_path: Path,
 ) -> None:
-    assert [shuffle_buffer(DataLoader(Buffered(size))) for size in (16, 1)] == [16, 0]
-    trainer, _ = fitted(DataLoader(Buffered(16)), max_steps=2)
-    trainer.save_checkpoint(tmp_path / "state")
-    with pytest.warns(
-        UserWarning, match="not exact: the data set shuffles in a buffer of 16"
-    ) as lines:
-        fitted(DataLoader(Buffered(16)), tmp_path / "state", max_epochs=2)
-    assert len([line for line in lines if "not exact" in str(line.message)]) == 1
+    """Only a resume told it, when the samples were lost already."""
+
+    def run(size: int = 16) -> None:
+        trainer, _ = fitted(DataLoader(Buffered(size)), max_steps=2)
+        trainer.save_checkpoint(tmp_path / f"state-{size}")
+
+    def resume() -> None:
+        fitted(DataLoader(Buffered(16)), tmp_path / "state-16", max_epochs=2)
+
+    for each in (run, resume):
+        (line,) = warnings_of(each)
+        assert (
+            "this DataLoader is not exact: the data set shuffles in a buffer of 16"
+            in line
+        )
+        assert "use tk.data.shuffle" in line
+    assert warnings_of(lambda: run(1)) == []
+
+
+def test_the_reason_comes_before_the_first_batch() -> None:
+    class Unread(Buffered):
+        def __iter__(self) -> Iterator[Any]:
+            raise AssertionError("it was read")
+
+    def run() -> None:
+        with pytest.raises(AssertionError, match="it was read"):
+            fitted(DataLoader(Unread(16)), max_steps=1)
+
+    assert len(warnings_of(run)) == 1
+
+
+class RandomlyCyclingMultiSourcesExamplesIterable:
+    """Named as that of Hugging Face datasets."""
+
+
+class Interleaved(Buffered):
+    def __init__(self) -> None:
+        super().__init__(1)
+        self._ex_iterable = SimpleNamespace(
+            ex_iterable=RandomlyCyclingMultiSourcesExamplesIterable()
+        )
+
+
+def streaming_loader(package: str, workers: int) -> Any:
+    base = type(
+        "StreamingDataLoader", (DataLoader,), {"__module__": f"{package}.loader"}
+    )
+    # A user's own class.
+    derived = type("Mine", (base,), {"__module__": "train"})
+    return derived(range(4), num_workers=workers)
+
+
+@pytest.mark.parametrize(
+    ("loader", "reason"),
+    [
+        (lambda: DataLoader(Interleaved(), num_workers=1), "use tk.data.mix"),
+        (lambda: DataLoader(Interleaved()), None),
+        (lambda: streaming_loader("litdata", 0), "after a second resume"),
+        (lambda: streaming_loader("streaming", 1), "use num_workers=0"),
+        (lambda: streaming_loader("streaming", 0), None),
+        (lambda: streaming_loader("another", 1), None),
+        (lambda: DataLoader(range(4), num_workers=1, in_order=False), "in_order=False"),
+        (lambda: DataLoader(range(4), in_order=False), None),
+        (lambda: {"a": [1], "b": DataLoader(Buffered(9))}, "a buffer of 9"),
+        (lambda: CombinedLoader([DataLoader(Buffered(9))]), "a buffer of 9"),
+        (lambda: DataLoader(tk.data.shuffle(range(4))), None),
+    ],
+)
+def test_what_is_known_not_to_resume_exactly(loader: Any, reason: str | None) -> None:
+    lines = warnings_of(lambda: warn_if_inexact(loader()))
+    assert len(lines) == int(reason is not None)
+    if reason is not None:
+        assert reason in lines[0]
+
+
+def test_accelerator_and_validation() -> None:
+    def prepare() -> None:
+        tk.Accelerator(cpu=True).prepare(DataLoader(Buffered(16)))
+
+    class Validates(Sees):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+    def validate() -> None:
+        tk.Trainer(**OPTIONS).validate(Validates(), DataLoader(Buffered(16)))
+
+    assert len(warnings_of(prepare)) == 1
+    assert warnings_of(validate) == []

@@ -8,6 +8,7 @@ from trainer_kit.data.budget import TokenBudget, token_budget
 from trainer_kit.data.combined import MODES, CombinedLoader, is_tree, read_together
 from trainer_kit.data.document_masks import document_mask, document_offsets
 from trainer_kit.data.feed import Ahead, Feed
+from trainer_kit.data.inexact import warn_if_inexact
 from trainer_kit.data.mixture import Mixture, mix
 from trainer_kit.data.order import EMPTY, MISSING
 from trainer_kit.data.packing import pack
@@ -36,4 +37,5 @@ __all__ = [
     "read_together",
     "shuffle",
     "token_budget",
+    "warn_if_inexact",
 ]

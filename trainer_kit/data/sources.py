@@ -8,7 +8,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 from torch.utils.data import (
@@ -77,7 +77,7 @@ from trainer_kit.data.torch_private import (
     kept_iterator,
 )
 
-__all__ = ["IndexedSource", "StreamSource", "has_state", "shuffle_buffer"]
+__all__ = ["IndexedSource", "StreamSource", "has_state"]
 
 
 @final
@@ -641,15 +641,6 @@ class StreamSource(Source):
     def _load(self, state: SourceState) -> None:
         self._loaded = True
         self.loader.load_state_dict(state)
-        buffer = shuffle_buffer(self.user_loader)
-        if buffer and self.options.rank == 0:
-            warnings.warn(
-                f"this resume is not exact: the data set shuffles in a buffer of {buffer} examples, whose content its"
-                " state does not hold, so the next examples come in another order and some of the buffer are not read."
-                " For an exact resume shuffle before the stream (Dataset.shuffle, then to_iterable_dataset), or"
-                " save between epochs",
-                stacklevel=2,
-            )
 
     def _forget(self) -> None:
         """Begin the next epoch at its start: litdata's loader continues from a loaded state until it has ended once."""
@@ -771,24 +762,3 @@ def _reading_states(loader: DataLoader[Batch]) -> Any:
         _initial_iter_for_state_dict=False,
     )
     return stateful
-
-
-def shuffle_buffer(loader: object) -> int:
-    """Return the size of the shuffle buffer of a Hugging Face stream inside a loader; 0 without one."""
-    sources = [getattr(member, "_ex_iterable", None) for member in loader_parts(loader)]
-    for _ in range(_DEEPEST_SOURCE):
-        for source in sources:
-            size = getattr(source, "buffer_size", 0)
-            # By the name of the class, which is private: the library is not imported for it.
-            if type(source).__name__ == "BufferShuffledExamplesIterable" and size > 1:
-                return int(size)
-        inner_sources = []
-        for source in sources:
-            if source is not None:
-                inner_sources.append(getattr(source, "ex_iterable", None))
-        sources = inner_sources
-    return 0
-
-
-_DEEPEST_SOURCE: Final = 16
-"""Operations on a Hugging Face stream that are searched."""

@@ -24,6 +24,7 @@ from trainer_kit.data import (
     epoch_length,
     is_tree,
     read_together,
+    warn_if_inexact,
 )
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.strategy import Strategy
@@ -91,6 +92,8 @@ def training_feed(
                 fix=f"use a multiple of {batches_per_step}",
             )
         batch_size = settings.global_batch_size // batches_per_step
+    if group.rank == 0:
+        warn_if_inexact(loaders)
     if settings.overfit:
         loaders = _unshuffled(loaders)
     feed = Feed(

@@ -1,0 +1,134 @@
+"""Loaders of which it is known that a resume within an epoch reads other samples: why, and what to use instead.
+
+No library is imported for it: classes of others are recognized by their names. `make test-data` measures them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from torch.utils.data import DataLoader
+
+from trainer_kit.data.division import loader_parts
+
+__all__ = ["warn_if_inexact", "why_inexact"]
+
+_DEEPEST_SOURCE: Final = 16
+"""Operations on a Hugging Face stream that are searched."""
+_INTERLEAVED: Final = (
+    "CyclingMultiSourcesExamplesIterable",
+    "RandomlyCyclingMultiSourcesExamplesIterable",
+)
+"""What ``interleave_datasets`` of Hugging Face makes."""
+
+
+def why_inexact(loader: object) -> str | None:
+    """Return why a resume within an epoch reads other samples, with what to use instead; None: nothing is known.
+
+    Example:
+        >>> why_inexact(DataLoader(range(4), num_workers=2)) is None
+        True
+        >>> why_inexact(DataLoader(range(4), num_workers=2, in_order=False))
+        'in_order=False yields batches as its workers complete them; leave in_order=False out'
+    """
+    for find_reason in _REASONS:
+        reason = find_reason(loader)
+        if reason is not None:
+            return reason
+    return None
+
+
+def warn_if_inexact(loader: object) -> None:
+    """Warn before the first batch of a run that a resume will not be exact."""
+    reason = why_inexact(loader)
+    if reason is not None:
+        warnings.warn(
+            f"a resume within an epoch of this {type(loader).__name__} is not exact: {reason}",
+            stacklevel=3,
+        )
+
+
+def _shuffle_buffer(loader: object) -> str | None:
+    for source in _sources(loader):
+        size = getattr(source, "buffer_size", 0)
+        if type(source).__name__ == "BufferShuffledExamplesIterable" and size > 1:
+            return (
+                f"the data set shuffles in a buffer of {size} examples, whose content its state does not hold, so some"
+                " of them are not read after a resume; use tk.data.shuffle(stream, buffer=...), or shuffle before the"
+                " stream (Dataset.shuffle, then to_iterable_dataset)"
+            )
+    return None
+
+
+def _interleaved(loader: object) -> str | None:
+    if not _workers(loader):
+        return None
+    if any(type(source).__name__ in _INTERLEAVED for source in _sources(loader)):
+        fix = "use tk.data.mix({name: stream, ...}), or num_workers=0"
+        return f"interleave_datasets loses its position in workers; {fix}"
+    return None
+
+
+def _litdata(loader: object) -> str | None:
+    if any(_is_streaming_loader(member, "litdata") for member in _loaders(loader)):
+        return (
+            "litdata's state ends an epoch early after a second resume; read the samples by a DataLoader over a"
+            " map-style dataset, or resume from the end of the first epoch only"
+        )
+    return None
+
+
+def _mosaic(loader: object) -> str | None:
+    for member in _loaders(loader):
+        if member.num_workers and _is_streaming_loader(member, "streaming"):
+            return "with workers a resume between two epochs begins the first one again; use num_workers=0"
+    return None
+
+
+def _out_of_order(loader: object) -> str | None:
+    for member in _loaders(loader):
+        # Older versions of torch have no such option.
+        if member.num_workers and not getattr(member, "in_order", True):
+            return "in_order=False yields batches as its workers complete them; leave in_order=False out"
+    return None
+
+
+_REASONS: Final[tuple[Callable[[object], str | None], ...]] = (
+    _shuffle_buffer,
+    _interleaved,
+    _litdata,
+    _mosaic,
+    _out_of_order,
+)
+
+
+def _loaders(loader: object) -> list[DataLoader[object]]:
+    return [member for member in loader_parts(loader) if isinstance(member, DataLoader)]
+
+
+def _workers(loader: object) -> int:
+    return max((member.num_workers for member in _loaders(loader)), default=0)
+
+
+def _is_streaming_loader(loader: DataLoader[object], package: str) -> bool:
+    # A user's class that derives from the library's behaves like it.
+    for base in type(loader).__mro__:
+        in_package = base.__module__.partition(".")[0] == package
+        if in_package and base.__name__ == "StreamingDataLoader":
+            return True
+    return False
+
+
+def _sources(loader: object) -> Iterator[object]:
+    """Yield the operations of the Hugging Face streams inside a loader, the last ones first."""
+    sources = [getattr(member, "_ex_iterable", None) for member in loader_parts(loader)]
+    for _ in range(_DEEPEST_SOURCE):
+        inner_sources: list[object] = []
+        for source in sources:
+            if source is None:
+                continue
+            yield source
+            inner_sources.append(getattr(source, "ex_iterable", None))
+        sources = inner_sources
