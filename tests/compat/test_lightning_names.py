@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -139,6 +142,7 @@ assert not hasattr(L, "no_such_name")
 
 _WALK = """
 import sys
+from pathlib import Path
 import trainer_kit
 from trainer_kit.compat.lightning_names import PATHS
 for path in filter(None, PATHS):
@@ -546,3 +550,31 @@ def test_a_parallel_strategy_on_two_processes():
     trainer = tk.Trainer(max_steps=1, barebones=True, accelerator="cpu", strategy="ddp")
     trainer.fit(TinyModule(), DataLoader(torch.randn(8, 32)))
     assert isinstance(trainer.strategy, ParallelStrategy)
+
+
+# Modules of this library with these paths: Python itself writes the error of an import of a name from a module.
+WITHOUT_A_FIX = {
+    "callbacks.prediction_writer.WriteInterval",
+    "callbacks.timer.Interval",
+    "core.hooks.CheckpointHooks",
+    "loggers.csv_logs.ExperimentWriter",
+}
+
+
+def test_every_public_name_of_lightning_is_here_or_answered_with_what_to_write():
+    path = Path(__file__).with_name("lightning_public_names.json")
+    modules = json.loads(path.read_text())["names"]
+    unanswered = set()
+    for module, names in modules.items():
+        own_path = module.removeprefix("pytorch.").removeprefix("pytorch")
+        for name in names.split() or [""]:
+            try:
+                imported = importlib.import_module(
+                    f"trainer_kit.{own_path}".rstrip(".")
+                )
+                if name:
+                    exec(f"from {imported.__name__} import {name}", {})
+            except ImportError as error:
+                if not re.search(r"\n  fix:   (?!dir\()", str(error)):
+                    unanswered.add(f"{own_path}.{name}")
+    assert unanswered == WITHOUT_A_FIX

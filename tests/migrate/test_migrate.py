@@ -907,6 +907,37 @@ torch.load("model.ckpt")
     exec(moved.partition("fabric = ")[0], {})
 
 
+FABRIC_LOOP = """
+import lightning as L
+import torch
+
+class Agent(L.LightningModule):
+    def configure_optimizers(self, lr): return torch.optim.Adam(self.parameters(), lr=lr)
+    def on_train_epoch_end(self, global_step): self.logger.log_metrics({"loss": 1.0}, global_step)
+    def on_validation_epoch_end(self, outputs): ...
+
+def train(fabric, agent):
+    agent, optimizer = fabric.setup(agent, agent.configure_optimizers(1e-3))
+    agent.on_train_epoch_end(3)
+    fabric.save("epoch-0003.ckpt", {"model": agent})
+
+train(L.Fabric(), Agent())
+"""
+
+
+def test_a_loop_of_fabric_passes_its_own_arguments_to_hooks_that_it_calls(
+    tmp_path: Path,
+) -> None:
+    def lines_of(text: str) -> list[str]:
+        found = [line for line in report_of(text, tmp_path) if line[0].isdigit()]
+        return [line.partition(":")[0] for line in found]
+
+    # Only the hook that nothing calls.
+    assert lines_of(FABRIC_LOOP) == ["8"]
+    # A Trainer may run the module too.
+    assert lines_of(f"{FABRIC_LOOP}\nL.Trainer()") == ["6", "7", "8", "13"]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "lines"),
     [

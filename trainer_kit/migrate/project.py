@@ -63,17 +63,23 @@ class Source:
         except (ImportError, AttributeError):
             return None
 
-    def uses_trainer(self) -> bool:
-        """Whether the file is for Lightning's Trainer: it names a class that a Trainer runs, or nothing of Fabric."""
+    def dotted_names(self) -> set[str]:
+        """What the file imports, and its attributes of the packages after the move."""
         # Also of attributes: under `import lightning as L` only `L.Trainer` tells it from a script for Fabric.
         names = set(self.bound.values())
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Attribute):
                 names.add(self.new_name(node) or "")
+        return names
+
+    def uses_trainer(self) -> bool:
+        """Whether the file is for Lightning's Trainer: it names a class that a Trainer runs, or nothing of Fabric."""
+        names = self.dotted_names()
         if any(_is_of_trainer(name) for name in names):
             return True
-        is_lightning = any(re.match(r"(pytorch_)?lightning\b", name) for name in names)
-        return is_lightning and not any("fabric" in name.lower() for name in names)
+        if any("fabric" in name.lower() for name in names):
+            return False
+        return any(re.match(r"(pytorch_)?lightning\b", name) for name in names)
 
     def names_accelerate(self) -> bool:
         """Whether the file imports something of Accelerate."""
@@ -135,6 +141,7 @@ class Project:
         self._classes: dict[str, list[tuple[Source, ast.ClassDef]]] = {}
         self._attributes: set[str] = set()
         self._called: set[str] = set()
+        self._classes_used: set[str] = set()
         self._other_text = ""
         self.findings: list[Finding] = []
         self._subclasses: set[str] = set()
@@ -148,6 +155,8 @@ class Project:
         """Add a Python file and the names that its imports bind."""
         source = Source(path, tree, bound)
         self.sources.append(source)
+        names = source.dotted_names()
+        self._classes_used.update(map(_last_part, names))
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 self._classes.setdefault(node.name, []).append((source, node))
@@ -243,6 +252,11 @@ class Project:
         )
         return re.search(definition, self._other_text) is not None
 
+    def has_fabric_loops_only(self) -> bool:
+        """Whether the project uses a Fabric and no Trainer: its own loops call what a Trainer would call."""
+        used = self._classes_used
+        return "Fabric" in used and used.isdisjoint(("Trainer", "LightningCLI"))
+
     def calls(self, method: str) -> bool:
         """Whether the project itself calls a method of this name from a method of another name."""
         return method in self._called
@@ -315,7 +329,11 @@ def _called_methods(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterato
 
 def last_name(node: ast.AST) -> str:
     """``c`` of ``a.b.c``; empty for other expressions."""
-    return (dotted(node) or "").rpartition(".")[2]
+    return _last_part(dotted(node) or "")
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _without_bases(classes: Sequence[type]) -> tuple[type, ...]:

@@ -109,7 +109,9 @@ class _Reader(ast.NodeVisitor):
         self._modules: dict[str, str] = {}
         """The modules of other packages that the file imports whole, by the name that it binds."""
         # Scripts for Accelerate and Fabric choose the names of their own files.
-        self._has_trainer = source.uses_trainer()
+        self._has_trainer = (
+            source.uses_trainer() and not project.has_fabric_loops_only()
+        )
 
     def _report(self, node: ast.stmt | ast.expr, answer: Answer | None) -> None:
         if answer is not None:
@@ -187,7 +189,7 @@ class _Reader(ast.NodeVisitor):
         self._bases, self._knows_bases = self._project.bases(self._source, node)
         if self._bases:
             # The file may name no class of Lightning, if the base is in another file of the project.
-            self._has_trainer = True
+            self._has_trainer = not self._project.has_fabric_loops_only()
             self._check_members(node)
             if any(issubclass(base, (TrainModule, DataModule)) for base in self._bases):
                 self._types = {**outer_types, "self.trainer": Trainer}
@@ -202,8 +204,11 @@ class _Reader(ast.NodeVisitor):
         for member, answer in wrong_members(node.name, self._bases, node.body):
             name = getattr(member, "name", "")
             # A method named like a hook is a helper of the user if the project calls it; the library cannot know that.
-            no_hook = "is not a hook" in answer.problem
-            may_be_helper = no_hook or name.endswith("_dataloader")
+            may_be_helper = (
+                "is not a hook" in answer.problem
+                or name.endswith("_dataloader")
+                or self._project.has_fabric_loops_only()
+            )
             if not may_be_helper or not self._project.calls(name):
                 self._report(member, answer)
 
