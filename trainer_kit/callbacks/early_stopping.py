@@ -48,13 +48,14 @@ class EarlyStopping(Callback):
         verbose: print every improvement and the stop.
         mode: ``"min"`` when lower is better, else ``"max"``.
         strict: raise if ``monitor`` was not logged; False skips the check.
-        check_finite: stop at once at NaN or infinity.
-        stopping_threshold: stop at once when the value is better than this.
-        divergence_threshold: stop at once when the value is worse than this.
+        check_finite: stop at once when the value is NaN or infinite.
+        stopping_threshold: stop at once when the value is better than this; None: no such limit.
+        divergence_threshold: stop at once when the value is worse than this; None: no such limit.
         check_on_train_epoch_end: True checks at the end of training epochs, False after validation; None after
             validation where there is any. After a validation at an epoch's last step, None waits for the end of that
             epoch, so that its training values can be watched too.
-        log_rank_zero_only: accepted for Lightning's sake; values agree on all ranks, and rank 0 prints.
+        log_rank_zero_only: accepted for compatibility with Lightning, without effect: values agree on all
+            ranks, and rank 0 prints.
 
     Attributes:
         best_score: the best value so far, a scalar tensor on the CPU.

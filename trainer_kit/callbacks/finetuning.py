@@ -341,7 +341,7 @@ class BackboneFinetuning(BaseFinetuning):
         backbone_initial_ratio_lr: its first learning rate, as a fraction of that of the first group.
         backbone_initial_lr: its first learning rate, in place of that fraction.
         should_align: stop its learning rate at that of the first group; False: let it grow further.
-        initial_denom_lr: the divisor of the first group's learning rate, if neither of the two is given.
+        initial_denom_lr: if both are None, its first learning rate is that of the first group, divided by this.
         train_bn: train the batch norms of the backbone from the start.
         verbose: print both learning rates at the start of each epoch.
         rounding: the number of printed digits.

@@ -29,7 +29,7 @@ _Columns = dict[str, Any]
 
 
 class BasePredictionWriter(Callback):
-    """Write predictions as they are made, or all of them at the end.
+    """Write predictions after each batch, or all of them at the end.
 
     Override `write_on_batch_end`, `write_on_epoch_end`, or both. Each rank calls them with its own batches. Pass
     ``return_predictions=False`` to ``predict`` to keep nothing else in memory.

@@ -19,11 +19,11 @@ class LearningRateFinder(Callback):
     """`tuner.lr_find` when a fit begins; a fit that resumes takes the learning rate that the run has found.
 
     Args:
-        min_lr: of the first step.
-        max_lr: of the last step.
-        num_training_steps: optimizer steps.
-        mode: ``"exponential"`` or ``"linear"``.
-        early_stop_threshold: end where the mean loss is so many times its lowest value; None: do not.
+        min_lr: the learning rate of the first step.
+        max_lr: the learning rate of the last step.
+        num_training_steps: the number of optimizer steps, at least 3.
+        mode: how the learning rate grows, ``"exponential"`` or ``"linear"``.
+        early_stop_threshold: end when the mean loss exceeds this multiple of its lowest value; None: never.
         update_attr: set the suggestion on the module; False only keeps the curve.
         attr_name: the attribute of the module or its ``hparams``; by default ``lr`` or ``learning_rate``.
 

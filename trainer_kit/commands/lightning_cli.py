@@ -221,7 +221,7 @@ class LightningCLI:
         subclass_mode_model: ``--model`` chooses a subclass.
         subclass_mode_data: ``--data`` chooses a subclass.
         args: words in place of ``sys.argv[1:]``, or values as a dict or namespace.
-        run: run a command; False: make the objects, and add no commands.
+        run: True runs the command; False only creates the objects, and there are no commands.
         auto_configure_optimizers: add ``--optimizer`` and ``--lr_scheduler``.
         load_from_checkpoint_support: without effect: a checkpoint holds what `save_hyperparameters` was given.
 
@@ -234,8 +234,8 @@ class LightningCLI:
 
     Example:
         >>> from trainer_kit.testing import TinyModule
-        >>> made = LightningCLI(TinyModule, run=False, args=["--model.lr=0.5", "--trainer.max_epochs=1"])
-        >>> made.model.lr, made.trainer.max_epochs, made.config.model.lr
+        >>> cli = LightningCLI(TinyModule, run=False, args=["--model.lr=0.5", "--trainer.max_epochs=1"])
+        >>> cli.model.lr, cli.trainer.max_epochs, cli.config.model.lr
         (0.5, 1, 0.5)
     """
 
@@ -257,7 +257,7 @@ class LightningCLI:
     """Methods of Lightning's class that this one does not call: by name, the replacement."""
 
     config_init: Any = None
-    """The configuration with its objects; None until they are made."""
+    """The configuration with its objects; None until they are created."""
 
     def __init__(
         self,
