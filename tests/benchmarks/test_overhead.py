@@ -48,7 +48,7 @@ def test_one_round_of_our_own_loop(tmp_path: Path) -> None:
     (measured,) = result["rounds"]
     # A plain step of this model makes 100 calls: with another number the clock would be counting something else.
     assert measured["plain_calls"] == 100
-    assert 0 < measured["calls"] <= 66
+    assert 0 < measured["calls"] <= 52
     assert measured["ratio"] > 0
 
 

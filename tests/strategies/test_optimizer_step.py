@@ -220,7 +220,17 @@ def test_zeros_and_replaced_methods_of_zero_grad() -> None:
     assert calls == [(True,)]
 
 
-FUSED: dict[str, Make] = {
+GATHERED: dict[str, Make] = {
+    "loop sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, weight_decay=0.1),
+    "loop momentum": lambda weights: torch.optim.SGD(
+        weights, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1
+    ),
+    "loop dampening": lambda weights: torch.optim.SGD(
+        weights, lr=0.1, momentum=0.9, dampening=0.3, maximize=True
+    ),
+    "loop adam": lambda weights: torch.optim.Adam(weights, weight_decay=0.1),
+    "loop adamw": lambda weights: torch.optim.AdamW(weights, foreach=False),
+    "loop maximize": lambda weights: torch.optim.AdamW(weights, maximize=True),
     "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, fused=True),
     "momentum": lambda weights: torch.optim.SGD(
         weights, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, fused=True
@@ -232,7 +242,7 @@ FUSED: dict[str, Make] = {
 }
 
 
-def train_fused(kind: str, direct: bool) -> tuple[list[Tensor], str, list[int]]:
+def train_gathered(kind: str, direct: bool) -> tuple[list[Tensor], str, list[int]]:
     """Weights, states and calls of each step, while much of what may happen to an optimizer happens."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -240,7 +250,7 @@ def train_fused(kind: str, direct: bool) -> tuple[list[Tensor], str, list[int]]:
         {"params": net[0].parameters()},
         {"params": net[2].parameters(), "lr": 0.05},
     ]
-    optimizer = FUSED[kind](parts)
+    optimizer = GATHERED[kind](parts)
     step = direct_step(optimizer) if direct else optimizer.step
     calls = []
     for turn in range(16):
@@ -273,10 +283,10 @@ def train_fused(kind: str, direct: bool) -> tuple[list[Tensor], str, list[int]]:
     return weights, str(optimizer.state_dict()), calls
 
 
-@pytest.mark.parametrize("kind", FUSED)
-def test_fused_steps_are_bit_identical_whatever_changes(kind: str) -> None:
-    expected, expected_state, _ = train_fused(kind, direct=False)
-    weights, state, calls = train_fused(kind, direct=True)
+@pytest.mark.parametrize("kind", GATHERED)
+def test_steps_on_gathered_lists_are_bit_identical_whatever_changes(kind: str) -> None:
+    expected, expected_state, _ = train_gathered(kind, direct=False)
+    weights, state, calls = train_gathered(kind, direct=True)
     assert state == expected_state
     for before, weight in zip(expected, weights, strict=True):
         assert torch.equal(before, weight)
@@ -308,7 +318,7 @@ def stepped(
 ) -> tuple[Any, str]:
     """One weight after three steps, a change, and two more."""
     weight = nn.Parameter(torch.ones(2))
-    optimizer = FUSED[kind]([weight])
+    optimizer = GATHERED[kind]([weight])
     step = direct_step(optimizer) if direct else optimizer.step
     for turn in range(5):
         weight.grad = torch.full((2,), 0.5 + turn)
@@ -334,10 +344,12 @@ CHANGES: dict[str, Callable[[Optimizer, Any], None]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("kind", ["sgd", "momentum", "adamw"])
+@pytest.mark.parametrize(
+    "kind", ["sgd", "momentum", "adamw", "loop sgd", "loop momentum", "loop adamw"]
+)
 def test_states_that_other_code_changes_are_used(kind: str, change: str) -> None:
     """The lists were gathered before: an update of what nobody has any more would be lost in silence."""
-    if kind == "sgd" and change == "a state is replaced":
+    if kind in ("sgd", "loop sgd") and change == "a state is replaced":
         pytest.skip("plain SGD has no state")
     expected, expected_state = stepped(kind, CHANGES[change], direct=False)
     weight, state = stepped(kind, CHANGES[change], direct=True)
@@ -347,7 +359,7 @@ def test_states_that_other_code_changes_are_used(kind: str, change: str) -> None
 
 def test_a_parameter_that_other_code_replaces_in_its_list_is_updated() -> None:
     first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    optimizer = FUSED["adamw"]([first])
+    optimizer = GATHERED["adamw"]([first])
     step = direct_step(optimizer)
     for turn in range(4):
         first.grad = second.grad = torch.ones(2)
@@ -357,6 +369,103 @@ def test_a_parameter_that_other_code_replaces_in_its_list_is_updated() -> None:
         step()
     assert torch.equal(first, before)
     assert not torch.equal(second, torch.ones(2))
+
+
+LOOPS = [kind for kind in GATHERED if kind.startswith("loop")]
+
+
+def train_long(kind: str, dtype: torch.dtype, direct: bool) -> tuple[Any, str, int]:
+    """Weights, states, and calls of the last of 500 steps with a schedule, odd sizes and another memory format."""
+    torch.manual_seed(0)
+    image = torch.randn(5, 3, 3, 3).to(memory_format=torch.channels_last)
+    tensors = [image, torch.randn(7, 5).t(), torch.randn(17), torch.tensor(0.5)]
+    weights = [nn.Parameter(tensor.to(dtype)) for tensor in tensors]
+    optimizer = GATHERED[kind]([{"params": weights[:3]}, {"params": weights[3:]}])
+    scheduler = lr_scheduler.CosineAnnealingLR(optimizer, 500)
+    step = direct_step(optimizer) if direct else optimizer.step
+    for turn in range(499):
+        for weight in weights:
+            weight.grad = torch.sin(weight.detach() * (turn + 1))
+        step()
+        scheduler.step()
+    return weights, str(optimizer.state_dict()), python_calls(step)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", LOOPS)
+def test_500_steps_of_small_parameters_are_bit_identical(
+    kind: str, dtype: torch.dtype
+) -> None:
+    expected, expected_state, expected_calls = train_long(kind, dtype, direct=False)
+    weights, state, calls = train_long(kind, dtype, direct=True)
+    assert all(map(torch.equal, expected, weights))
+    assert state == expected_state
+    assert calls < expected_calls
+
+
+def steps_as_torch(
+    monkeypatch: pytest.MonkeyPatch, weights: list[nn.Parameter], **options: Any
+) -> bool:
+    """Whether the fourth step of these weights is torch's own; all of them are bit-identical to it."""
+    copies = [nn.Parameter(weight.detach().clone()) for weight in weights]
+    optimizer = torch.optim.AdamW(weights, **options)
+    plain = torch.optim.AdamW(copies, **options)
+    gather = torch.optim.AdamW._init_group  # type: ignore[attr-defined]
+    groups: list[Any] = []
+
+    def noted(self: Any, group: Any, *arguments: Any) -> Any:
+        groups.append(group)
+        return gather(self, group, *arguments)
+
+    step = direct_step(optimizer)
+    for turn in range(4):
+        for weight, copied in zip(weights, copies, strict=True):
+            weight.grad = torch.sin(weight.detach() * (turn + 1))
+            copied.grad = weight.grad.clone()
+        plain.step()
+        if turn == 3:
+            monkeypatch.setattr(torch.optim.AdamW, "_init_group", noted)
+        step()
+    assert all(map(torch.equal, weights, copies))
+    return bool(groups)
+
+
+def test_only_small_parameters_are_updated_all_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Large ones would leave the cache between two kernels, and need memory for a temporary of each."""
+    small = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
+    assert not steps_as_torch(monkeypatch, small)
+    large = [nn.Parameter(torch.ones(2**18)), nn.Parameter(torch.ones(1))]
+    assert steps_as_torch(monkeypatch, large)
+
+
+def test_a_maximum_is_kept_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert steps_as_torch(monkeypatch, [nn.Parameter(torch.ones(3))], amsgrad=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_numbers_are_updated_by_torch(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Its functions of lists round the factor of a product to the type of the weights, and its loop does not."""
+    weights = [nn.Parameter(torch.randn(9).to(dtype))]
+    assert steps_as_torch(monkeypatch, weights, lr=0.1)
+
+
+def test_parameters_that_share_memory_are_updated_in_turn() -> None:
+    results = []
+    for direct in (False, True):
+        whole = torch.ones(4)
+        weights = [nn.Parameter(whole[:3]), nn.Parameter(whole[1:])]
+        optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9, weight_decay=0.5)
+        step = direct_step(optimizer) if direct else optimizer.step
+        for turn in range(5):
+            for weight in weights:
+                weight.grad = torch.full((3,), 1.0 + turn)
+            step()
+        results.append(whole.clone())
+    assert torch.equal(*results)
 
 
 def test_a_wrapper_of_the_class_with_torchs_marks_is_called(

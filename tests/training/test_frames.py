@@ -16,7 +16,7 @@ from trainer_kit import Callback, Trainer, TrainModule
 
 OURS = str(Path(trainer_kit.__file__).parent)
 MOST_FRAMES = 4
-MOST_CALLS = 62
+MOST_CALLS = 55
 
 
 @pytest.fixture(autouse=True)

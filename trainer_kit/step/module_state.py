@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, Final, TypeAlias, final
 
@@ -39,6 +40,7 @@ _PLAIN: Final = (int, float, str, bytes, Tensor)
 """Values that hold nothing else; most items are of these."""
 _MOST_VALUES: Final = 10_000
 """Values of attributes that are compared in each step."""
+_NEEDS_GRADIENT: Final = attrgetter("requires_grad")
 _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
 """Attributes of torch's own."""
 
@@ -76,10 +78,8 @@ class ModuleState:
                 if isinstance(value, Tensor) and value.numel() == 1:
                     self._single.append((container, key, value))
         self._parameters = list(module.parameters())
-        self._trained = [
-            (tensor, tensor.requires_grad)
-            for tensor in (*self._parameters, *state_tensors(module))
-        ]
+        self._tensors = [*self._parameters, *state_tensors(module)]
+        self._trained = list(map(_NEEDS_GRADIENT, self._tensors))
 
     def is_current(self) -> bool:
         """Whether everything is as it was."""
@@ -94,10 +94,8 @@ class ModuleState:
         for container, key, tensor in self._single:
             if container.get(key) is not tensor:
                 return False
-        return all(
-            parameter.requires_grad is is_trained
-            for parameter, is_trained in self._trained
-        )
+        # In C: a generator would be a Python call for each parameter, in every step.
+        return list(map(_NEEDS_GRADIENT, self._tensors)) == self._trained
 
     def restore(self) -> None:
         """Put the attributes of the module and the items of its containers back."""

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.torch_private import STEPPED_MARK
 from trainer_kit.core.types import Function, SavedState
-from trainer_kit.strategies.fused_step import FusedUpdate, has_fused_update
+from trainer_kit.strategies.gathered_step import find_gathered_update
 from trainer_kit.strategies.signatures import StepMethod
 from trainer_kit.strategies.torch_private import (
     STEP_POST_HOOKS,
@@ -94,9 +94,7 @@ def direct_step(optimizer: Optimizer) -> StepMethod:
     instance_step = attributes.get("step")
     class_step = type(optimizer).step
     update = _find_update(optimizer)
-    fused = None
-    if has_fused_update(optimizer):
-        fused = FusedUpdate(optimizer)
+    gathered = find_gathered_update(optimizer)
 
     def step(*arguments: Any, **options: Any) -> object:
         nonlocal instance_step, class_step, update
@@ -128,7 +126,7 @@ def direct_step(optimizer: Optimizer) -> StepMethod:
         mode = torch.is_grad_enabled()
         set_grad_mode(False)
         try:
-            if fused is not None and not has_closure and fused.run():
+            if gathered is not None and not has_closure and gathered.run():
                 return None
             return update.function(updated, *arguments, **options)
         finally:

@@ -34,11 +34,14 @@ __all__ = [
     "STEP_POST_HOOKS",
     "STEP_PRE_HOOKS",
     "AsyncCollectiveTensor",
+    "add_quotient_to_each",
+    "add_square_to_each",
     "all_gather_with_gradients",
     "all_to_all_with_gradients",
     "clear_sharding_caches",
     "concatenate_meshes",
     "default_group_timeout",
+    "divide_each",
     "drop_accumulated_gradients",
     "excluded_from_compilation",
     "find_reset",
@@ -53,6 +56,8 @@ __all__ = [
     "is_profiling",
     "is_view",
     "make_fake_store",
+    "move_each",
+    "negatives",
     "reduced_parameters",
     "replace_reducer",
     "ring_attention",
@@ -60,9 +65,11 @@ __all__ = [
     "set_group_timeout",
     "set_reduced_parameters",
     "sharding_propagator",
+    "square_roots",
     "step_below_grad_mode",
     "step_below_hooks",
     "step_below_scheduler",
+    "sums",
     "sync_buffers",
 ]
 
@@ -87,6 +94,24 @@ _FUSED: Final = "an optimizer with fused=True"
 fused_sgd: Final[Callable[..., object]] = find_private("torch._fused_sgd_", _FUSED)
 fused_adam: Final[Callable[..., object]] = find_private("torch._fused_adam_", _FUSED)
 fused_adamw: Final[Callable[..., object]] = find_private("torch._fused_adamw_", _FUSED)
+
+# Operators on each tensor of a list, in one call. Without one, SGD or Adam of small parameters is refused in its step.
+_LISTS: Final = "the step of an optimizer of small parameters"
+negatives: Final[Callable[..., list[Tensor]]] = find_private(
+    "torch._foreach_neg", _LISTS
+)
+sums: Final[Callable[..., list[Tensor]]] = find_private("torch._foreach_add", _LISTS)
+square_roots: Final[Callable[..., list[Tensor]]] = find_private(
+    "torch._foreach_sqrt", _LISTS
+)
+divide_each: Final[Callable[..., object]] = find_private("torch._foreach_div_", _LISTS)
+move_each: Final[Callable[..., object]] = find_private("torch._foreach_lerp_", _LISTS)
+add_square_to_each: Final[Callable[..., object]] = find_private(
+    "torch._foreach_addcmul_", _LISTS
+)
+add_quotient_to_each: Final[Callable[..., object]] = find_private(
+    "torch._foreach_addcdiv_", _LISTS
+)
 
 # -- the compiler -------------------------------------------------------------------------------------------------
 
