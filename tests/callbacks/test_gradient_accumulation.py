@@ -163,3 +163,114 @@ def test_not_in_manual_optimization():
 def test_a_target_in_tokens_without_loss_weight():
     with pytest.raises(ConfigurationError, match="has no loss_weight"):
         fit(GradientAccumulation("1e6tok"))
+
+
+class InTokens(CountsTokens):
+    """In float64, with an optimizer that has a state."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = torch.nn.Linear(32, 1, dtype=torch.float64)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch.double()).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+RAMP = {0: 1, "300tok": 2, "900tok": 3}
+
+
+def ramp_rows():
+    """Micro-batches of 64, 96 or 128 tokens."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(2 + i % 3, 32, generator=generator) for i in range(12)]
+
+
+def weights(module):
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def test_a_ramp_by_tokens_trains_as_a_plain_loop_with_windows_of_these_lengths():
+    module = InTokens()
+    lengths, made = windows(
+        GradientAccumulation(RAMP), ramp_rows(), module, max_epochs=1, max_steps=20
+    )
+    batches, tokens, expected = ramp_rows(), 0, []
+    plain = InTokens()
+    optimizer = plain.configure_optimizers()
+    while batches:
+        count = 1 if tokens < 300 else 2 if tokens < 900 else 3
+        window, batches = batches[:count], batches[count:]
+        total = sum(batch.numel() for batch in window)
+        for batch in window:
+            (plain.training_step(batch, 0) * batch.numel() / total).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        tokens += total
+        expected.append(len(window))
+    assert (lengths, made.progress.tokens) == (expected, tokens)
+    for weight, plain_weight in zip(weights(module), weights(plain), strict=True):
+        torch.testing.assert_close(weight, plain_weight, rtol=1e-12, atol=1e-14)
+
+
+def test_a_ramp_goes_on_exactly_after_a_resume_at_any_step(tmp_path):
+    def run(**options):
+        module = InTokens()
+        lengths, made = windows(
+            GradientAccumulation(RAMP), ramp_rows(), module, max_epochs=2, **options
+        )
+        return lengths, made, module
+
+    expected, whole, module = run()
+    assert sorted(set(expected)) == [1, 2, 3]
+    for step in range(1, len(expected)):
+        _, first, _ = run(max_steps=step)
+        first.save_checkpoint(tmp_path / f"{step}")
+        lengths, second, resumed = run(ckpt_path=tmp_path / f"{step}")
+        assert lengths == expected[step:]
+        assert second.progress.tokens == whole.progress.tokens
+        for weight, other in zip(weights(module), weights(resumed), strict=True):
+            assert torch.equal(weight, other)
+
+
+def test_a_second_fit_begins_its_ramp_again():
+    callback = GradientAccumulation({"4st": 2, 0: 3})
+    for _ in range(2):
+        assert windows(callback, of_sizes((16, 2)))[0] == [3, 3, 3, 3, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("ramp", "lengths"),
+    [
+        ({"8sp": 2}, [1, 1, 2, 2, 2]),
+        ({"2ba": 4}, [1, 1, 4, 2]),
+        ({Duration.parse("1st"): 7}, [1, 7]),
+    ],
+)
+def test_ramps_in_other_units(ramp, lengths):
+    assert windows(GradientAccumulation(ramp), of_sizes((8, 4)))[0] == lengths
+
+
+@pytest.mark.parametrize(
+    "ramp",
+    [
+        {0: 1, 4: 2, "1e9tok": 4},
+        {0: 1, "10st": 2, "1e9tok": 4},
+        {"1e9tok": 0},
+        {"1e9tok": 1.5},
+        {"2h": 4},
+        {"3ep": 4},
+        {"many": 4},
+    ],
+)
+def test_a_ramp_that_cannot_be_read_is_refused(ramp):
+    with pytest.raises(ConfigurationError, match="a ramp maps one unit"):
+        GradientAccumulation(ramp)
+
+
+def test_a_ramp_in_tokens_needs_a_module_that_counts_them():
+    with pytest.raises(ConfigurationError, match="the number of tokens is unknown"):
+        windows(GradientAccumulation(RAMP), of_sizes((4, 2)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import final
+from typing import TypeAlias, TypeGuard, final
 
 from trainer_kit.core.errors import ConfigurationError, DurationError
 from trainer_kit.core.hooks import Callback
@@ -17,19 +17,33 @@ from trainer_kit.step.schedule import check_tokens
 __all__ = ["GradientAccumulation", "GradientAccumulationScheduler"]
 
 
+_Start: TypeAlias = int | str | Duration
+_Schedule: TypeAlias = (
+    Mapping[int, int]
+    | Mapping[str, int]
+    | Mapping[Duration, int]
+    | Mapping[int | str, int]
+    | Mapping[_Start, int]
+)
+"""Micro-batches by the epoch, or the count, from which they hold. A mapping is invariant in its keys."""
+
+
 @final
 class GradientAccumulation(Callback):
     """Set the length of the accumulation window: a number, a number by epoch, or a size in samples or tokens.
 
     Args:
         scheduling: micro-batches for each optimizer step; ``{epoch: micro-batches}``, each from that epoch (counted
-            from 0) on; or a target over all ranks, ``"4096sp"`` or ``"1e6tok"``: each window has the number of whole
+            from 0) on; a ramp such as ``{0: 1, "1e9tok": 4}``, each from the first window on that begins after so many
+            tokens (``tok``), samples (``sp``), optimizer steps (``st``) or micro-batches (``ba``), all of one unit; or
+            a target over all ranks, ``"4096sp"`` or ``"1e6tok"``: each window has the number of whole
             micro-batches that comes nearest to it, by the size of the previous ones; for the first window, by the size
             of its first micro-batch. ``loss_weight`` of the module counts tokens.
 
     Attributes:
-        scheduling: the schedule by epoch; empty with a target.
+        scheduling: the schedule by epoch; empty with a target or a ramp.
         target: the target, or None.
+        ramp: the start and the micro-batches of each part of a ramp, in order; empty without one.
 
     Raises:
         ConfigurationError: for anything else.
@@ -39,21 +53,29 @@ class GradientAccumulation(Callback):
         2
         >>> GradientAccumulation("4096sp").target
         Duration('4096sp')
+        >>> GradientAccumulation({0: 1, "1e9tok": 4}).ramp
+        [(Duration('0tok'), 1), (Duration('1000000000tok'), 4)]
     """
 
-    def __init__(self, scheduling: int | Mapping[int, int] | str | Duration) -> None:
+    def __init__(self, scheduling: int | _Schedule | str | Duration) -> None:
         self.target: Duration | None = None
         self.scheduling: dict[int, int] = {}
+        self.ramp: list[tuple[Duration, int]] = []
         if isinstance(scheduling, (str, Duration)):
             self.target = self._read_target(scheduling)
+        elif _is_ramp(scheduling):
+            self.ramp = _read_ramp(scheduling)
         else:
             self.scheduling = self._read_schedule(scheduling)
         self.epochs = sorted(self.scheduling)
         self._per_batch: float | None = None  # samples or tokens, over all ranks
         self._length = 1
+        self._ramp_length = 1
+        if self.ramp:
+            self._ramp_length = self.ramp[0][1]
         # Micro-batches, and samples or tokens, at the start of the window.
         self._window_start = (0, 0)
-        if self.target is None:
+        if self.target is None and not self.ramp:
             # The bus leaves out a hook that is the base class's own: steps pay only for what looks at them.
             leave_out(self, "on_train_step_end", GradientAccumulation)
 
@@ -73,22 +95,26 @@ class GradientAccumulation(Callback):
         return length
 
     @staticmethod
-    def _read_schedule(scheduling: int | Mapping[int, int]) -> dict[int, int]:
-        schedule: dict[int, int] = {}
+    def _read_schedule(
+        scheduling: int | _Schedule,
+    ) -> dict[int, int]:
+        entries: _Schedule = {}
         if isinstance(scheduling, Mapping):
-            schedule.update(scheduling)
+            entries = scheduling
         else:
-            schedule[0] = scheduling
-        for epoch, length in schedule.items():
+            entries = {0: scheduling}
+        schedule: dict[int, int] = {}
+        for epoch, length in entries.items():
             # By type: True is an int, too.
             is_epoch = type(epoch) is int and epoch >= 0
             is_length = type(length) is int and length >= 1
-            if not is_epoch or not is_length:
+            if not isinstance(epoch, int) or not is_epoch or not is_length:
                 raise ConfigurationError(
                     "an accumulation schedule maps epochs (from 0) to numbers of micro-batches (from 1)",
                     found=f"{scheduling!r}",
                     fix="write 4, or {0: 1, 4: 2}",
                 )
+            schedule[epoch] = length
         if not schedule:
             raise ConfigurationError(
                 "the accumulation schedule is empty", fix="write {0: 1, 4: 2}"
@@ -98,11 +124,13 @@ class GradientAccumulation(Callback):
         return schedule
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
-        """Micro-batches per optimizer step in ``epoch``; with a target, in the next window.
+        """Micro-batches per optimizer step in ``epoch``; with a target or a ramp, in the next window.
 
         Args:
             epoch: the epoch, counted from 0; ignored with a target, whose result is 1 until a micro-batch is measured.
         """
+        if self.ramp:
+            return self._ramp_length
         if self.target is None:
             last_change = max(start for start in self.epochs if start <= epoch)
             return self.scheduling[last_change]
@@ -114,7 +142,8 @@ class GradientAccumulation(Callback):
         """Whether a window may ever be longer than one micro-batch."""
         if self.target is not None:
             return True
-        return any(length > 1 for length in self.scheduling.values())
+        lengths = [*self.scheduling.values(), *(length for _, length in self.ramp)]
+        return any(length > 1 for length in lengths)
 
     def state_dict(self) -> StateDict:
         if self.target is None:
@@ -136,6 +165,8 @@ class GradientAccumulation(Callback):
                 fix="step the optimizers every n batches in training_step, without this callback",
             )
         check_tokens("accumulate_grad_batches", self.target, pl_module)
+        for start, _ in self.ramp:
+            check_tokens("accumulate_grad_batches", start, pl_module)
 
     def on_train_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if self.target is not None:
@@ -150,6 +181,9 @@ class GradientAccumulation(Callback):
 
     def on_train_step_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         progress = trainer.progress
+        if self.ramp:
+            self._set_length(trainer)
+            return
         batch_at_start, count_at_start = self._window_start
         window_end = progress.batch, self._read_count(trainer)
         self._window_start = window_end
@@ -168,6 +202,10 @@ class GradientAccumulation(Callback):
         return int(getattr(trainer.progress, self.target.counter))
 
     def _set_length(self, trainer: TrainerLike) -> None:
+        # A function of progress alone: a resume needs no state of its own.
+        for start, ramp_length in self.ramp:
+            if start.reached(trainer.progress):
+                self._ramp_length = ramp_length
         length = self.get_accumulate_grad_batches(trainer.current_epoch)
         self._length = length
         measure = None
@@ -183,6 +221,51 @@ class GradientAccumulation(Callback):
         self._per_batch = count or None
         if self._per_batch is not None:
             self._set_length(trainer)
+
+
+def _is_ramp(scheduling: object) -> TypeGuard[_Schedule]:
+    if not isinstance(scheduling, Mapping):
+        return False
+    return any(isinstance(start, (str, Duration)) for start in scheduling)
+
+
+def _read_ramp(
+    scheduling: _Schedule,
+) -> list[tuple[Duration, int]]:
+    """Return the parts of a ramp, in order; the first one starts at 0."""
+    starts = {start for start in scheduling if isinstance(start, (str, Duration))}
+    units = {_read_start(start, scheduling).unit for start in starts}
+    numbers = set(scheduling) - starts
+    lengths_are_counts = all(
+        type(length) is int and length >= 1 for length in scheduling.values()
+    )
+    # 0 is the same in every unit; another number would be an epoch.
+    if len(units) > 1 or numbers - {0} or not lengths_are_counts:
+        raise _ramp_error(scheduling)
+    (unit,) = units
+    parts = {0: 1}
+    for start, length in scheduling.items():
+        parts[int(Duration.parse(start, unit).value)] = length
+    return [(Duration(start, unit), parts[start]) for start in sorted(parts)]
+
+
+def _read_start(start: str | Duration, scheduling: object) -> Duration:
+    try:
+        duration = Duration.parse(start)
+    except DurationError as error:
+        raise _ramp_error(scheduling) from error
+    # Seconds differ between two runs of the same program, and an epoch is written as a number.
+    if duration.unit not in ("tok", "sp", "st", "ba"):
+        raise _ramp_error(scheduling)
+    return duration
+
+
+def _ramp_error(scheduling: object) -> ConfigurationError:
+    return ConfigurationError(
+        "a ramp maps one unit (tok, sp, st or ba) to numbers of micro-batches (from 1)",
+        found=f"{scheduling!r}",
+        fix='write {0: 1, "1e9tok": 4}, or epochs as numbers: {0: 1, 4: 2}',
+    )
 
 
 GradientAccumulationScheduler = GradientAccumulation
