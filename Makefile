@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -c constraints.txt
 
-.PHONY: help demo pictures test test-all test-quick test-slurm test-trackers test-data test-notebooks test-lightning test-editors test-xla test-pythons test-oldest test-nightly soak check bench docs site \
+.PHONY: help demo pictures test test-all test-quick test-slurm test-trackers test-data test-carriers test-notebooks test-lightning test-editors test-xla test-pythons test-oldest test-nightly soak check bench docs site \
   site-material vendor clean
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make test-slurm  the tests that need a SLURM: starts one of two virtual nodes here (root, Debian), and ends it"
 	@echo "make test-trackers  the tests of experiment trackers with the real packages, in an environment over .venv (0.5 GB)"
 	@echo "make test-data      the tests of data libraries (litdata, WebDataset, …) with the real packages, in the same way"
+	@echo "make test-carriers  the tests of what starts runs on clusters (submitit) with the real packages, in the same way"
 	@echo "make test-notebooks  a notebook executed by Jupyter's kernel, in an environment over .venv (0.1 GB)"
 	@echo "make test-lightning  Lightning's own demo files after trainer-kit migrate, beside Lightning itself (its wheel, 1 MB)"
 	@echo "make test-editors  what mypy, pyright and Pylance say of a user's program; installs pyright (npm, 20 MB)"
@@ -53,7 +54,7 @@ endef
 	@touch .venv/.demo $@
 
 # One thread a process: the tests start several at once, and sums come out the same everywhere.
-test test-all test-quick test-slurm test-trackers test-data test-notebooks test-xla soak check bench: export OMP_NUM_THREADS = 1
+test test-all test-quick test-slurm test-trackers test-data test-carriers test-notebooks test-xla soak check bench: export OMP_NUM_THREADS = 1
 # Compiled once: tests start hundreds of processes that import this package.
 test test-all test-quick soak: export PYTHONDONTWRITEBYTECODE =
 # Tests wait for thousands of small files to be durable: in memory, where 4 GB are free, that takes no time.
@@ -107,6 +108,18 @@ LIBRARIES := .venv-data/bin/python
 
 test-data: .venv-data/.stamp
 	$(LIBRARIES) -m pytest tests/data/test_libraries.py -rs
+
+# What starts runs on clusters: no other test needs it, so it lies over .venv, whose torch it uses.
+CARRIERS := .venv-carriers/bin/python
+.venv-carriers/.stamp: .venv/.stamp tests/launch/carriers.txt
+	test -x $(CARRIERS) || $(BIN)/python -m venv --without-pip .venv-carriers
+	for site in .venv-carriers/lib/python3*/site-packages; do \
+	  printf '%s\n' "$(CURDIR)" "$(CURDIR)"/.venv/lib/python3*/site-packages > $$site/shared.pth; done
+	$(CARRIERS) -m pip install --no-deps -r tests/launch/carriers.txt
+	@touch $@
+
+test-carriers: .venv-carriers/.stamp
+	$(CARRIERS) -m pytest tests/launch/test_carriers.py -rs
 
 # No test of the others needs a kernel and its widgets, so they lie over .venv, whose torch they use.
 NOTEBOOKS := .venv-notebooks/bin/python

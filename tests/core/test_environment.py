@@ -154,6 +154,28 @@ def test_a_step_of_one_task_is_launched() -> None:
     assert (here.source, here.world_size) == ("slurm", 1)
 
 
+def test_a_local_job_of_submitit() -> None:
+    """Also without ``TorchDistributedEnvironment().export()``: its tasks must not train alone."""
+    task = {
+        "SUBMITIT_EXECUTOR": "local",
+        "SUBMITIT_LOCAL_JOB_ID": "4711",
+        "SUBMITIT_LOCAL_NTASKS": "2",
+        "SUBMITIT_LOCAL_NODEID": "0",
+        "SUBMITIT_LOCAL_GLOBALID": "1",
+        "SUBMITIT_LOCAL_LOCALID": "1",
+    }
+    here = Environment.detect(task)
+    assert here == Environment(1, 2, 1, 2, 0, "127.0.0.1", here.master_port, "submitit")
+    first = Environment.detect({**task, "SUBMITIT_LOCAL_GLOBALID": "0"})
+    assert (first.rank, first.master_port) == (0, here.master_port)
+    other = Environment.detect({**task, "SUBMITIT_LOCAL_JOB_ID": "4712"})
+    assert other.master_port != here.master_port
+    # What the script exports, or a launcher inside the task, counts more.
+    exported = {**task, "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}
+    assert Environment.detect(exported).source == "torchrun"
+    assert not Environment.detect({**task, "SUBMITIT_LOCAL_NTASKS": "1"}).launched
+
+
 def test_mpi() -> None:
     here = Environment.detect(OMPI)
     assert here == Environment(3, 4, 1, 2, 1, "head", 29500, "mpi")

@@ -29,7 +29,7 @@ __all__ = [
     "usable_cores",
 ]
 
-_Source = Literal["plain", "torchrun", "slurm", "mpi"]
+_Source = Literal["plain", "torchrun", "slurm", "submitit", "mpi"]
 
 _DEFAULT_PORT: Final = 29500
 _SLURM_SHELL: Final = "4294967290"
@@ -99,9 +99,10 @@ class Environment:
 
     @classmethod
     def detect(cls, environ: Mapping[str, str] = os.environ) -> Environment:
-        """Read torchrun's variables, else SLURM's, else those of an MPI launcher.
+        """Read torchrun's variables, else SLURM's, else those of submitit's local jobs or of an MPI launcher.
 
         SLURM's are used only inside a step (``srun``): the batch script and an interactive shell are plain processes.
+        Jobs that submitit starts on a cluster are steps of SLURM.
 
         Args:
             environ: the variables.
@@ -112,7 +113,12 @@ class Environment:
         variables = _Variables(environ)
         # torchrun's first: inside a SLURM step or under mpirun it starts several ranks, which inherit the variables of
         # their one launcher process.
-        environment = _torchrun(variables) or _slurm(variables) or _mpi(variables)
+        environment = (
+            _torchrun(variables)
+            or _slurm(variables)
+            or _submitit(variables)
+            or _mpi(variables)
+        )
         if environment is None:
             return cls()
         if not environment.is_consistent():
@@ -272,6 +278,28 @@ def _tasks_per_node(variables: _Variables, world: int) -> list[int]:
             raise LaunchError(f"{name} cannot be read", found=f"{name}={text}")
         tasks += [int(match[1])] * int(match[2] or 1)
     return tasks
+
+
+def _submitit(variables: _Variables) -> Environment | None:
+    """The tasks of a job of submitit's local executor, which sets none of torchrun's variables by itself."""
+    if "SUBMITIT_LOCAL_GLOBALID" not in variables:
+        return None
+    rank = variables.number("SUBMITIT_LOCAL_GLOBALID")
+    world = variables.number("SUBMITIT_LOCAL_NTASKS")
+    # The process of a job of one task may start ranks of its own.
+    if world == 1:
+        return None
+    job = variables.number("SUBMITIT_LOCAL_JOB_ID", default=0)
+    return Environment(
+        rank=rank,
+        world_size=world,
+        local_rank=variables.number("SUBMITIT_LOCAL_LOCALID", default=rank),
+        # A local job has one machine.
+        local_world_size=world,
+        # Every rank must derive the same port, and jobs on one machine different ones.
+        master_port=variables.number("MASTER_PORT", default=15000 + job * 31 % 17000),
+        source="submitit",
+    )
 
 
 def _mpi(variables: _Variables) -> Environment | None:
