@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch.utils.data import DataLoader
@@ -29,6 +30,7 @@ from benchmarks.recording_world import (  # noqa: E402
 )
 from trainer_kit.checkpoint.sharded import read_sharded, write_sharded  # noqa: E402
 from trainer_kit.testing import TinyModule  # noqa: E402
+from trainer_kit.training.settle import Settler  # noqa: E402
 
 SIZES = (1_000, 10_000)
 BEGIN = "<!-- Written by docs/generate_scale.py, until the end of the table. -->"
@@ -129,7 +131,9 @@ def count(ranks: int) -> Scenes:
     ):
         # By this process alone: in the world, nobody writes the files of the other ranks.
         write_sharded(f"{root}/readable", _sharded_state())
-        with recording_world(ranks) as world:
+        # Ranks look at signals once a second: at every step here, however fast the steps are.
+        looks = mock.patch.object(Settler, "_steps_until_look", return_value=1)
+        with looks, recording_world(ranks) as world:
             for part in PARTS:
                 scenes.update(part(world, root))
     return scenes

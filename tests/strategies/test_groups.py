@@ -55,6 +55,10 @@ def test_numbers_of_many_ranks_go_through_rank_zero(
     expected = [[0.0, 0.5], [1.0, 0.5], [2.0, 0.5]]
     assert group.agree([float(group.rank), 0.5]) == expected
     assert group.agree([True, 2**40]) == [[1.0, float(2**40)]] * 3
+    # Of different lengths.
+    objects = ["a" * 1000**rank for rank in range(3)]
+    gathered = group.gather_object(objects[group.rank])
+    assert gathered == (objects if group.rank == 0 else None)
 
 
 @pytest.mark.world_size(3)

@@ -23,9 +23,8 @@ for size in {SIZES}:
 print(json.dumps(counts))
 """
 RINGS = {
-    # torch's gather_object sends the length of each object around.
+    # torch's DDP compares the parameters of all ranks.
     "start": 1,
-    "a checkpoint that rank 0 writes (DDP)": 1,
     "start from a checkpoint": 1,
     # The values are on the device.
     "after a step: requests, signals, values that were logged": 1,

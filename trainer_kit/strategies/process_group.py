@@ -6,6 +6,7 @@ import atexit
 import functools
 import gc
 import os
+import pickle
 import re
 import sys
 import time
@@ -253,11 +254,21 @@ class ProcessGroup:
 
     def gather_object(self, value: object) -> list[Any] | None:
         """One picklable value from every rank, in rank order, on the first; None on the others."""
-        values: list[Any] | None = None
+        if self._is_fake:
+            return [value] * self.size
+        # torch's gather_object sends the lengths from each rank to each other one.
+        message = _pickled(value)
+        rows = self.agree([len(message)])
+        longest = int(max(row[0] for row in rows))
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(message)] = message
+        messages: list[Tensor] = []
         if self.rank == 0:
-            values = [None] * self.size
-        dist.gather_object(value, values, group=self._cpu, group_dst=0)
-        return values
+            messages = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.gather(padded, messages or None, group=self._cpu, group_dst=0)
+        if self.rank != 0:
+            return None
+        return list(map(_unpickled, messages))
 
     def broadcast(self, value: object, source: int = 0) -> Any:
         """A tensor (in place), or one small picklable value, from the group's rank ``source``."""
@@ -309,6 +320,17 @@ class ProcessGroup:
         return once_per_world(
             key, lambda: _create_side_group(self.group, _STORAGE_TIMEOUT)
         )
+
+
+def _pickled(value: object) -> Tensor:
+    content = bytearray(pickle.dumps(value))
+    return torch.frombuffer(content, dtype=torch.uint8)
+
+
+def _unpickled(message: Tensor) -> object:
+    # What follows the end of a pickle is not read.
+    content = message.numpy().tobytes()
+    return pickle.loads(content)
 
 
 def once_per_world(key: Hashable, create: Callable[[], _T]) -> _T:
