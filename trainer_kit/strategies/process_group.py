@@ -329,7 +329,7 @@ def _pickled(value: object) -> Tensor:
 
 def _unpickled(message: Tensor) -> object:
     # What follows the end of a pickle is not read.
-    content = message.numpy().tobytes()
+    content = message.numpy().tobytes()  # no sync point: on the host
     return pickle.loads(content)
 
 
