@@ -443,7 +443,7 @@ def test_a_kill_inside_the_window_of_a_rollback(
     module = marked()
     module.net.load_state_dict(torch.load("weights"))
     assert_same(module.net, net)
-    assert ("going back" in done.stdout) == (killed == 7), (
+    assert ("rolling back" in done.stdout) == (killed == 7), (
         "the other checkpoint knows the bad step"
     )
     assert (tmp_path / "skipped").read_text() == "[9]"
