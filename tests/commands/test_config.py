@@ -136,7 +136,7 @@ def test_a_terminal_without_arrow_keys_has_numbers() -> None:
         "On what?",
         "Mixed precision?",
         "Compile models",
-        "Check what",
+        "Check the data",
     ):
         person.answer(question, "\r")
     code, _ = person.close()

@@ -153,7 +153,7 @@ def test_the_options_of_the_trainer_are_those_of_the_fit() -> None:
     report.raise_if_failed()
     last = report.checks[-1]
     assert (last.name, last.ranks, last.status) == ("order", 2, "refused")
-    assert "the global batch cannot be divided evenly" in last.text
+    assert "the global batch cannot be split evenly" in last.text
 
 
 def test_passed_samplers_divide_for_the_ranks_that_are_checked() -> None:
