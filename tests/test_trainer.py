@@ -1382,6 +1382,7 @@ def test_states_are_known_to_hooks():
         on_train_batch_end = on_validation_batch_end = on_test_batch_end = (
             on_predict_batch_end
         ) = look
+        on_sanity_check_start = on_sanity_check_end = look
 
     trainer = make(max_epochs=1, callbacks=Looks(), num_sanity_val_steps=1)
     trainer.fit(Net(), loader(2), loader(2))
@@ -1389,11 +1390,13 @@ def test_states_are_known_to_hooks():
         getattr(trainer, verb)(Net(), loader(2))
     assert seen == [
         {"sanity_checking", "evaluating"},
+        {"sanity_checking", "evaluating"},
+        {"sanity_checking", "evaluating"},
         {"training"},
         {"validating", "evaluating"},
         {"validating", "evaluating"},
         {"testing", "evaluating"},
-        {"predicting", "evaluating"},
+        {"predicting"},
     ]
 
 

@@ -26,7 +26,7 @@ from trainer_kit.core.protocols import (
     SetsAccumulation,
     StopsEarly,
 )
-from trainer_kit.core.states import TrainerState, TrainerStatus
+from trainer_kit.core.states import RunningStage, TrainerState, TrainerStatus
 from trainer_kit.core.types import DataModuleLike, Loaders
 from trainer_kit.loggers.layout import DummyLogger
 from trainer_kit.metrics.metrics import Metrics
@@ -320,7 +320,7 @@ class Session:
     @property
     def state(self) -> TrainerState:
         """What this Trainer is doing, as Lightning's record."""
-        return self.running.trainer_state(self.evaluating)
+        return self.running.trainer_state(self.metrics.evaluating)
 
     @property
     def status(self) -> TrainerStatus:
@@ -386,20 +386,19 @@ class Session:
 
     @property
     def training(self) -> bool:
-        """Whether a training step is running."""
-        return self.state_verb == "fit" and not self.evaluating
+        """Whether `fit` is running, and neither its validation nor its sanity check."""
+        return self.state.stage is RunningStage.TRAINING
 
     @property
     def evaluating(self) -> bool:
-        """Whether validation, test or prediction is running."""
-        return self.metrics.evaluating
+        """Whether validation, test or the sanity check is running; prediction is none of these."""
+        stage = self.state.stage
+        return stage is not None and stage.evaluating
 
     @property
     def validating(self) -> bool:
         """Whether validation is running, in `validate` or inside `fit`; the sanity check does not count."""
-        return self.state_verb == "validate" or (
-            self.state_verb == "fit" and self.evaluating and not self.sanity_checking
-        )
+        return self.state.stage is RunningStage.VALIDATING
 
     @property
     def testing(self) -> bool:
