@@ -59,13 +59,15 @@ _NUMBERS: Final = itertools.count(1)
 @final
 @dataclass(frozen=True)
 class _Question:
-    """A request of this rank for the position of every rank.
+    """A request for the position of every rank.
 
     Attributes:
+        number: of the request, counted over all ranks.
         time: of the request, by this rank's monotonic clock in seconds.
         ends: whether its answers may end the run.
     """
 
+    number: int
     time: float
     ends: bool
 
@@ -330,13 +332,15 @@ class HangWatchdog:
         if store.check(["verdict"]):
             self._obey(Verdict(**json.loads(store.get("verdict"))))
             return
-        self._answer_question(store, now)
+        self._answer_questions(store)
         if self._question is None:
             self._ask(store, now)
             return
         question = self._question
-        answers = self._read_answers(store, self._answered)
-        if len(answers) < self.size and now - question.time <= self._answer_time:
+        answers = self._read_answers(store, question.number)
+        # A rank answers at its next check, and ranks check at different times.
+        patience = max(1.0, 2 * self._clock.every)
+        if len(answers) < self.size and now - question.time <= patience:
             return
         self._question = None
         if question.ends:
@@ -344,33 +348,16 @@ class HangWatchdog:
         else:
             self._warn(answers)
 
-    @property
-    def _answer_time(self) -> float:
-        """Seconds in which ranks answer: at their next check, and they check at different times."""
-        return max(1.0, 2 * self._clock.every)
-
-    def _answer_question(self, store: Store, now: float) -> None:
-        """Write this rank's position if any rank has asked since the last check."""
+    def _answer_questions(self, store: Store) -> None:
+        """Write this rank's position for each new question of any rank."""
         # An addition of nothing reads the counter: `get` would wait for the first question.
         number = store.add("asked", 0)
         if number <= self._answered:
             return
-        # The newest question alone: of several at a time, one rank reads the answers.
         text = self._update_report(full=True).dumped()
-        store.set(f"at/{number}/{self.rank}", text)
+        for question in range(self._answered + 1, number + 1):
+            store.set(f"at/{question}/{self.rank}", text)
         self._answered = number
-        if self._question is None:
-            self._leave_to_asker(now)
-
-    def _leave_to_asker(self, now: float) -> None:
-        """Let the rank that has asked print what it finds, or end the run; ask if it does neither."""
-        own_time = now + 2 * self._answer_time
-        self._next_question_at = max(self._next_question_at, own_time)
-        # A rank that waits like the one that has asked is named in what that one prints.
-        position = self._clock.position
-        waits = position is not None and bool(position.call)
-        if waits and 2 * self.seconds >= self._patience:
-            self._warned = True
 
     def _ask(self, store: Store, now: float) -> None:
         """Ask every rank for its position, if this one makes no progress or waits for long."""
@@ -381,10 +368,7 @@ class HangWatchdog:
         warns = warns and self.seconds >= self._patience
         if overdue or warns:
             number = store.add("asked", 1)
-            # All ranks of a collective call that hangs ask at about the same time. Only the first one reads the
-            # answers: if all did, there would be as many requests as the square of the ranks.
-            if number == self._answered + 1:
-                self._question = _Question(now, overdue)
+            self._question = _Question(number, now, overdue)
 
     def _read_answers(self, store: Store, question: int) -> dict[int, Report]:
         answers = {}
@@ -398,10 +382,12 @@ class HangWatchdog:
         return answers
 
     def _warn(self, answers: dict[int, Report]) -> None:
-        """Print where each rank is, for all ranks that wait."""
+        """Print where each rank is; the first of the ranks that wait at this line does it for all of them."""
         self._warned = True
         line = answers[self.rank].line
         waiting = [rank for rank in sorted(answers) if answers[rank].line == line]
+        if waiting[0] != self.rank:
+            return
         elsewhere = []
         for rank in range(self.size):
             if rank in waiting:
