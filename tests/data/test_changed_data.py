@@ -265,3 +265,126 @@ def test_an_accelerator_reads_a_stream_that_is_over_now(
     assert any("has ended before" in str(line.message) for line in lines) == (
         count == 2
     )
+
+
+def weights_of_old(drawn: int) -> dict[str, float]:
+    return {"web": 3, "code": 1}
+
+
+def weights_of_new(drawn: int) -> dict[str, float]:
+    return {"web": 1, "code": 1}
+
+
+def mixture(weights: Any = None, web: int = 16, **options: Any) -> Any:
+    """Samples from 0 on are of ``web``, and from 100 on of ``code``."""
+    sources = {
+        "web": torch.arange(float(web)).unsqueeze(1),
+        "code": torch.arange(100.0, 116.0).unsqueeze(1),
+    }
+    return tk.data.mix(sources, weights or {"web": 3, "code": 1}, **options)
+
+
+def mixed(*arguments: Any, **options: Any) -> DataLoader[Any]:
+    return DataLoader(mixture(*arguments, **options), batch_size=4)
+
+
+OF_WEIGHTS = (
+    "the weights of the mixture are web 0.5, code 0.5, and were web 0.75, code 0.25 in the checkpoint: each source"
+    " continues from its saved position, the new weights hold from there on, and the rest of epoch 0 may repeat samples"
+    " or leave some out"
+)
+OF_SIZE = (
+    "the source web of the mixture has 24 samples, and had 16 in the checkpoint: each source continues from its saved"
+    " position, the next pass over web begins with its new size, and the rest of epoch 0 may repeat samples or"
+    " leave some out"
+)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "lines"),
+    [
+        (mixed(), mixed({"web": 1, "code": 1}), [OF_WEIGHTS]),
+        (mixed(), mixed(web=24), [OF_SIZE]),
+        (mixed(), mixed({"web": 2, "code": 2}, 24), [OF_WEIGHTS, OF_SIZE]),
+        (
+            mixed(weights_of_old),
+            mixed(weights_of_new),
+            ["are those of weights_of_new, and were those of weights_of_old"],
+        ),
+        (
+            mixed(),
+            mixed(weights_of_new),
+            ["are those of weights_of_new, and were web 0.75, code 0.25 in"],
+        ),
+        # Only their ratio counts.
+        (mixed({"web": 0.7, "code": 0.3}), mixed({"web": 7, "code": 3}), []),
+        (mixed(weights_of_old), mixed(weights_of_old), []),
+        (mixed(), mixed(), []),
+    ],
+)
+def test_a_changed_mixture_gets_a_line(
+    first: Any, second: Any, lines: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    resumed(first, second, tmp_path / "state")
+    output = capsys.readouterr().out
+    for line in lines:
+        assert line in output
+    assert output.count("may repeat samples or leave some out") == len(lines)
+
+
+def test_sources_continue_from_their_positions_with_the_new_weights(
+    tmp_path: Path,
+) -> None:
+    # Two batches have read 6 samples of web and 2 of code.
+    seen = resumed(mixed(), mixed({"web": 1, "code": 1}), tmp_path / "state")
+    rest = [sample for epoch, batch in seen if epoch == 0 for sample in batch]
+    web = [sample for sample in rest if sample < 100]
+    code = [sample for sample in rest if sample >= 100]
+    # The batch before the position is drawn again, with the new weights.
+    assert abs(web[0] - 6) <= 1
+    assert abs(code[0] - 102) <= 1
+    assert web == list(range(int(web[0]), int(web[0]) + len(web)))
+    assert code == list(range(int(code[0]), int(code[0]) + len(code)))
+    assert abs(len(web) - len(code)) <= 1
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "inner"])
+def test_a_mixture_below_another_stream_gets_a_line(
+    kind: str, tmp_path: Path, capsys: Any
+) -> None:
+    def loader(weights: Any) -> DataLoader[Any]:
+        stream = mixture(weights, until=None)
+        if kind == "shuffled":
+            stream = tk.data.shuffle(stream, buffer=4)
+        else:
+            stream = tk.data.mix({"only": stream})
+        return DataLoader(stream, batch_size=4)
+
+    resumed(
+        loader(None),
+        loader({"web": 1, "code": 1}),
+        tmp_path / "state",
+        limit_train_batches=4,
+    )
+    output = capsys.readouterr().out
+    assert OF_WEIGHTS in output
+    assert output.count("may repeat samples or leave some out") == 1
+
+
+def test_a_checkpoint_without_the_facts_of_a_mixture_is_read(
+    tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    from trainer_kit.data.mixture import Mixture
+
+    with monkeypatch.context() as patch:
+        # As older versions saved it.
+        patch.setattr(Mixture, "describe_mixtures", lambda mixture: [])
+        trainer = tk.Trainer(**OPTIONS, max_steps=2)
+        trainer.fit(Sees(), mixed())
+        trainer.save_checkpoint(tmp_path / "state")
+    module = Sees()
+    tk.Trainer(**OPTIONS, max_epochs=1).fit(
+        module, mixed({"web": 1, "code": 1}), ckpt_path=tmp_path / "state"
+    )
+    assert module.seen
+    assert "may repeat" not in capsys.readouterr().out

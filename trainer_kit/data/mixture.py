@@ -11,6 +11,7 @@ from trainer_kit.core.errors import (
     CheckpointError,
     DataError,
 )
+from trainer_kit.core.types import JsonObject
 from trainer_kit.data.division import divide_by_itself
 from trainer_kit.data.order import derive_seed
 from trainer_kit.data.source import kind_of
@@ -22,6 +23,7 @@ from trainer_kit.data.streams import (
     Stream,
     as_stream,
     passed_objects,
+    size_below,
 )
 
 __all__ = ["Mixture", "mix"]
@@ -209,6 +211,17 @@ class Mixture(Stream):
                 found=f"{', '.join(divided)} sharded, {', '.join(undivided)} read by every rank",
                 fix="leave sharding to this library, or shard all of them",
             )
+
+    def describe_mixtures(self) -> list[JsonObject]:
+        shares: object = None
+        if callable(self.weights):
+            # An object that is called has no name of its own, and its repr contains its address.
+            kind = type(self.weights)
+            shares = getattr(self.weights, "__qualname__", kind.__qualname__)
+        else:
+            shares = self.shares(0)
+        sizes = {name: size_below(stream) for name, stream in self.sources.items()}
+        return [{"shares": shares, "sizes": sizes}, *super().describe_mixtures()]
 
     @property
     def counts(self) -> dict[str, int]:

@@ -8,7 +8,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from trainer_kit.data.torch_private import (
 from trainer_kit.data.workers import EndsWithParent, checked_context
 
 __all__ = [
+    "DescribesMixtures",
     "DividesItself",
     "RandomGenerator",
     "ReadOptions",
@@ -242,6 +243,14 @@ class Source(ABC):
         state.
         """
         return state
+
+
+@runtime_checkable
+class DescribesMixtures(Protocol):
+    """A dataset that may read several sources in given shares."""
+
+    def describe_mixtures(self) -> list[JsonObject]:
+        """Return the shares and the sizes of the sources of each mixture, as plain data for a checkpoint."""
 
 
 def kind_of(instance: object) -> str:

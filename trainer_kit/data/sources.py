@@ -54,6 +54,7 @@ from trainer_kit.data.samplers import (
 )
 from trainer_kit.data.sizes import BatchSizes, SizedBatch
 from trainer_kit.data.source import (
+    DescribesMixtures,
     DividesItself,
     ReadOptions,
     Source,
@@ -532,24 +533,17 @@ class StreamSource(Source):
 
     @property
     def facts(self) -> list[JsonObject]:
-        if not isinstance(self.user_loader, DataLoader):
-            return [
-                {
-                    "size": length_of(self.user_loader),
-                    "unit": "batches",
-                    "order": kind_of(self.user_loader),
-                }
-            ]
-        data = self.user_loader.dataset
-        workers = self.user_loader.num_workers
-        return [
-            {
-                "size": length_of(data),
-                "unit": "samples",
-                "order": kind_of(data),
-                "workers": workers,
-            }
-        ]
+        data: object = self.user_loader
+        facts: JsonObject = {"unit": "batches"}
+        if isinstance(self.user_loader, DataLoader):
+            data = self.user_loader.dataset
+            facts = {"unit": "samples", "workers": self.user_loader.num_workers}
+        facts["size"] = length_of(data)
+        facts["order"] = kind_of(data)
+        if isinstance(data, DescribesMixtures):
+            facts["mixtures"] = data.describe_mixtures()
+            facts["continues"] = self.stateful
+        return [facts]
 
     def state(self) -> SourceState:
         if not self.stateful and not self.generators:

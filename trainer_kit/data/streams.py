@@ -27,9 +27,11 @@ from trainer_kit.core.errors import (
 )
 from trainer_kit.core.types import (
     Batch,
+    JsonObject,
     SavedState,
     StateDict,
 )
+from trainer_kit.data.order import length_of
 from trainer_kit.data.source import (
     SourceState,
     kind_of,
@@ -51,6 +53,7 @@ __all__ = [
     "integers_from_bytes",
     "integers_to_bytes",
     "passed_objects",
+    "size_below",
 ]
 
 Sample: TypeAlias = Batch
@@ -176,6 +179,13 @@ class Stream(IterableDataset[Sample], ABC):
             yield self
         for stream in self.inputs:
             yield from stream.leaves()
+
+    def describe_mixtures(self) -> list[JsonObject]:
+        """Return the shares and the sizes of the sources of each mixture at and below this stream, the outer first."""
+        below: list[JsonObject] = []
+        for stream in self.inputs:
+            below += stream.describe_mixtures()
+        return below
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass; a Trainer does so.
@@ -386,6 +396,14 @@ def passed_objects(stream: Stream) -> Iterator[object]:
         # A map-style dataset has no position.
         if isinstance(leaf, _IterableStream) or hasattr(leaf.source, "set_epoch"):
             yield leaf.source
+
+
+def size_below(stream: Stream) -> int | None:
+    """Return the length of what a user passed below a stream; None if it is unknown, or if there are several."""
+    leaves = list(stream.leaves())
+    if len(leaves) > 1 or not isinstance(leaves[0], (_IterableStream, IndexedStream)):
+        return None
+    return length_of(leaves[0].source)
 
 
 @final
