@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -274,3 +276,38 @@ def test_a_ramp_that_cannot_be_read_is_refused(ramp):
 def test_a_ramp_in_tokens_needs_a_module_that_counts_them():
     with pytest.raises(ConfigurationError, match="the number of tokens is unknown"):
         windows(GradientAccumulation(RAMP), of_sizes((4, 2)))
+
+
+@pytest.mark.parametrize(
+    ("ramp", "same"),
+    [
+        ({"0": 1, "4tok": 4}, {0: 1, "4tok": 4}),
+        ({"1st": 4, "0": 2}, {0: 2, "1st": 4}),
+    ],
+)
+def test_the_zero_of_json_is_zero(ramp, same):
+    """JSON has no other keys, so a file or the command line could not say it."""
+    assert GradientAccumulation(ramp).ramp == GradientAccumulation(same).ramp
+
+
+def test_a_ramp_from_json_sets_the_windows_of_a_trainer():
+    ramp = json.loads('{"0": 2, "8sp": 1}')
+    seen = Windows()
+    made = trainer(seen, max_epochs=1, accumulate_grad_batches=ramp)
+    made.fit(TinyModule(lr=0.001), of_sizes((8, 4)))
+    assert [length for _, length in seen.lengths] == [2, 1, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "ramp",
+    [
+        {0: 1, "0": 2, "4tok": 2},
+        {"0": 1, "4": 2},
+        {"0": 1, "4": 2, "1e9tok": 4},
+        {"00": 1, "1e9tok": 4},
+        {"-1": 2},
+    ],
+)
+def test_other_texts_without_a_unit_are_no_start(ramp):
+    with pytest.raises(ConfigurationError, match="a ramp maps one unit"):
+        GradientAccumulation(ramp)

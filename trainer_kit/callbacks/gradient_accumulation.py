@@ -35,10 +35,10 @@ class GradientAccumulation(Callback):
     Args:
         scheduling: micro-batches for each optimizer step; ``{epoch: micro-batches}``, each from that epoch (counted
             from 0) on; a ramp such as ``{0: 1, "1e9tok": 4}``, each from the first window on that begins after so many
-            tokens (``tok``), samples (``sp``), optimizer steps (``st``) or micro-batches (``ba``), all of one unit; or
-            a target over all ranks, ``"4096sp"`` or ``"1e6tok"``: each window has the number of whole
-            micro-batches that comes nearest to it, by the size of the previous ones; for the first window, by the size
-            of its first micro-batch. ``loss_weight`` of the module counts tokens.
+            tokens (``tok``), samples (``sp``), optimizer steps (``st``) or micro-batches (``ba``), all of one unit,
+            where ``"0"`` is 0, for JSON; or a target over all ranks, ``"4096sp"`` or ``"1e6tok"``: each window has the
+            number of whole micro-batches that comes nearest to it, by the size of the previous ones; for the first
+            window, by the size of its first micro-batch. ``loss_weight`` of the module counts tokens.
 
     Attributes:
         scheduling: the schedule by epoch; empty with a target or a ramp.
@@ -233,19 +233,27 @@ def _read_ramp(
     scheduling: _Schedule,
 ) -> list[tuple[Duration, int]]:
     """Return the parts of a ramp, in order; the first one starts at 0."""
+    # JSON, also on the command line, has strings as keys only.
+    zeros = [start for start in scheduling if start in (0, "0")]
     starts = {start for start in scheduling if isinstance(start, (str, Duration))}
+    starts.discard("0")
     units = {_read_start(start, scheduling).unit for start in starts}
-    numbers = set(scheduling) - starts
+    numbers = set(scheduling) - starts - {0, "0"}
     lengths_are_counts = all(
         type(length) is int and length >= 1 for length in scheduling.values()
     )
     # 0 is the same in every unit; another number would be an epoch.
-    if len(units) > 1 or numbers - {0} or not lengths_are_counts:
+    is_of_one_unit = len(units) == 1 and not numbers
+    if not is_of_one_unit or len(zeros) > 1 or not lengths_are_counts:
         raise _ramp_error(scheduling)
     (unit,) = units
     parts = {0: 1}
     for start, length in scheduling.items():
-        parts[int(Duration.parse(start, unit).value)] = length
+        # A text "0" has no unit.
+        number = start
+        if start == "0":
+            number = 0
+        parts[int(Duration.parse(number, unit).value)] = length
     return [(Duration(start, unit), parts[start]) for start in sorted(parts)]
 
 
