@@ -208,3 +208,49 @@ def test_settings_cannot_change_later():
 def test_intervals_of_one_unit_take_it_in_words():
     made = settings(log_every_n_steps="100st", check_val_every_n_epoch="2ep")
     assert (made.log_every, made.validate_epochs) == (100, 2)
+
+
+@pytest.mark.parametrize("value", ["400tok", "5ba", "8sp", "2h", "1ep"])
+def test_the_interval_of_logs_says_why_it_takes_steps_only(value):
+    with pytest.raises(ConfigurationError) as error:
+        settings(log_every_n_steps=value)
+    assert error.value.problem == (
+        "log_every_n_steps takes optimizer steps (st) only: logged values are written after whole steps"
+    )
+    # Its number in steps is another length.
+    assert error.value.fix == 'pass a number of steps, such as 50 or "50st"'
+    assert value in str(error.value)
+
+
+def test_the_interval_in_epochs_names_the_argument_for_other_units():
+    with pytest.raises(ConfigurationError, match="takes epochs") as error:
+        settings(check_val_every_n_epoch="400tok")
+    assert 'val_check_interval="500ba"' in error.value.fix
+    assert settings(val_check_interval="400tok").validate_every == Duration.parse(
+        "400tok"
+    )
+
+
+@pytest.mark.parametrize("value", ["100tok", "100sp", "5st", "2h"])
+def test_a_quick_try_says_why_it_takes_batches_only(value):
+    with pytest.raises(ConfigurationError, match="fast_dev_run must be an") as error:
+        settings(fast_dev_run=value)
+    assert error.value.fix == (
+        "pass a number of batches, the unit that every stage has: validation and test count no steps, samples or tokens"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fix"),
+    [
+        ("fast_dev_run", "5ba", "fast_dev_run=5"),
+        ("min_steps", "5st", "min_steps=5"),
+        ("min_steps", "5tok", "pass a number of optimizer steps"),
+        ("min_epochs", "3st", "pass a number of epochs"),
+        ("num_sanity_val_steps", "8sp", "pass a number of validation batches"),
+    ],
+)
+def test_a_length_in_another_unit_is_not_suggested_as_a_number(name, value, fix):
+    with pytest.raises(ConfigurationError, match=name) as error:
+        settings(**{name: value})
+    assert error.value.fix == fix

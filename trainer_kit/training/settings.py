@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import Enum
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -162,8 +162,8 @@ def make_settings(
     if isinstance(fast_dev_run, bool):
         fast = int(fast_dev_run)
     # Before the minimums are checked: a duration such as "10st" is a number of steps here.
-    log_every = _in_unit("log_every_n_steps", log_every_n_steps, "st")
-    val_epochs = _in_unit("check_val_every_n_epoch", check_val_every_n_epoch, "ep")
+    log_every = _in_unit("log_every_n_steps", log_every_n_steps)
+    val_epochs = _in_unit("check_val_every_n_epoch", check_val_every_n_epoch)
     for name, value, minimum in (
         ("fast_dev_run", fast, 0),
         ("max_epochs", max_epochs, -1),
@@ -272,16 +272,45 @@ def _check_compile(options: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _in_unit(name: str, value: Any, unit: str) -> Any:
-    """The number of a duration that must be in ``unit``; any other value is returned unchanged."""
+class _OneUnit(NamedTuple):
+    """What an interval of one unit counts.
+
+    Attributes:
+        unit: of `Duration`.
+        reason: what it counts, and why nothing else.
+        fix: a right value.
+    """
+
+    unit: str
+    reason: str
+    fix: str
+
+
+_INTERVALS_OF_ONE_UNIT: Final = {
+    "log_every_n_steps": _OneUnit(
+        "st",
+        "optimizer steps (st) only: logged values are written after whole steps",
+        'pass a number of steps, such as 50 or "50st"',
+    ),
+    "check_val_every_n_epoch": _OneUnit(
+        "ep",
+        "epochs (ep) only: val_check_interval is the one that takes batches, steps, samples, tokens and time",
+        'pass a number of epochs, such as 1 or "1ep", or for example val_check_interval="500ba"',
+    ),
+}
+
+
+def _in_unit(name: str, value: Any) -> Any:
+    """The number of a duration in the unit of the argument; any other value is returned unchanged."""
     if not isinstance(value, (str, Duration)):
         return value
     length = Duration.parse(value)
-    if length.unit != unit:
+    interval = _INTERVALS_OF_ONE_UNIT[name]
+    if length.unit != interval.unit:
         raise ConfigurationError(
-            f"{name} must be in the unit {unit!r}",
-            found=str(length),
-            fix=f'write "{length.value}{unit}"',
+            f"{name} takes {interval.reason}",
+            found=f"{name}={str(value)!r}",
+            fix=interval.fix,
         )
     return int(length.value)
 
@@ -345,6 +374,19 @@ def _check_minimum(name: str, value: object, minimum: int) -> None:
         )
 
 
+_COUNTS: Final = {
+    "fast_dev_run": (
+        "ba",
+        "batches, the unit that every stage has: validation and test count no steps, samples or tokens",
+    ),
+    "min_epochs": ("ep", "epochs"),
+    "min_steps": ("st", "optimizer steps"),
+    "num_sanity_val_steps": ("ba", "validation batches"),
+    "global_batch_size": ("sp", "samples"),
+}
+"""The unit of each argument that is a number, and what it counts."""
+
+
 def _suggest_number(name: str, value: str) -> str | None:
     """The fix to suggest for a string that holds a number or a duration."""
     if value.strip().lstrip("-").isdecimal():
@@ -355,9 +397,13 @@ def _suggest_number(name: str, value: str) -> str | None:
         return None
     if name in ("max_epochs", "max_steps"):
         return f"max_duration={value!r}"
-    if length.unit in ("ep", "st", "ba", "sp"):
-        return f"{name}={length.value:g}"
-    return None
+    if name not in _COUNTS:
+        return None
+    unit, counted = _COUNTS[name]
+    # A number of another unit is another length.
+    if length.unit != unit:
+        return f"pass a number of {counted}"
+    return f"{name}={int(length.value)}"
 
 
 def _fraction(name: str, value: object) -> int | float:
