@@ -388,3 +388,23 @@ def test_a_checkpoint_without_the_facts_of_a_mixture_is_read(
     )
     assert module.seen
     assert "may repeat" not in capsys.readouterr().out
+
+
+def test_a_refused_batch_size_of_a_stream_does_not_announce_a_position(
+    tmp_path: Path, capsys: Any
+) -> None:
+    larger = DataLoader(mixture(), batch_size=8)
+    with pytest.raises(tk.TrainerKitError, match="the position in the stream is known"):
+        resumed(mixed(), larger, tmp_path / "state")
+    assert "continuing at batch" not in capsys.readouterr().out
+
+
+def test_another_batch_size_of_a_stream_announces_its_position(
+    tmp_path: Path, capsys: Any
+) -> None:
+    smaller = DataLoader(mixture(), batch_size=2)
+    seen = resumed(mixed(), smaller, tmp_path / "state")
+    expected = list(DataLoader(mixture(), batch_size=2))[4:]
+    epoch = [batch for number, batch in seen if number == 0]
+    assert epoch == [batch.flatten().tolist() for batch in expected]
+    assert capsys.readouterr().out.count("continuing at batch 4 of the epoch") == 1

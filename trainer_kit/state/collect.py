@@ -575,17 +575,29 @@ def _restore_loaders(
             f" of {data.size} now and {saved_ranks} before"
         )
     # The position counts batches of this run from here on, for what follows.
-    _convert_position(run, state.get("stride"), global_batch_size)
+    change = _convert_position(run, state.get("stride"), global_batch_size)
+    _load_loaders(run, state.get("loaders"))
+    # Printed after the loaders are restored, which may refuse the position.
+    if change is not None:
+        run.say(change)
     compare_data(run, state.get("data"))
-    saved = state.get("loaders")
+
+
+def _load_loaders(
+    run: Fit,
+    saved: Sequence[SavedState | None] | None,
+) -> None:
+    """Set every loader to its state; None in a checkpoint without any."""
     if saved is None:
         return
+    feed = run.windows.feed
+    rank = run.strategy.data.rank
     # The states of all ranks are passed: another number of ranks may share the position among themselves.
     train_states = [loaders and loaders["train"] for loaders in saved]
-    feed.loader_state.load_state_dict(train_states, data.rank)
+    feed.loader_state.load_state_dict(train_states, rank)
     for index, validation_feed in enumerate(run.validation.feeds):
         states = [_validation_state(loaders, index) for loaders in saved]
-        validation_feed.loader_state.load_state_dict(states, data.rank)
+        validation_feed.loader_state.load_state_dict(states, rank)
 
 
 def _validation_state(loaders: SavedState | None, index: int) -> State | None:
@@ -600,15 +612,19 @@ def _convert_position(
     run: Fit,
     saved_stride: Sequence[Sequence[Any]] | None,
     global_batch_size: int | None,
-) -> None:
-    """Convert the position inside the epoch, in micro-batches, to micro-batches of another size."""
+) -> str | None:
+    """Convert the position inside the epoch, in micro-batches, to micro-batches of another size.
+
+    Returns:
+        What to tell the user; None if the size is the same.
+    """
     progress, stride = run.progress, run.windows.feed.stride
     # Older checkpoints lack the entry; at the start of an epoch the position is 0 in any unit.
     if saved_stride is None or not progress.epoch_batch:
-        return
+        return None
     before = [(unit, number) for unit, number in saved_stride]
     if before == stride:
-        return
+        return None
     batches = progress.epoch_batch
     size_before, size_now = _stride_text(before), _stride_text(stride)
     if not _is_convertible(before, stride):
@@ -634,11 +650,11 @@ def _convert_position(
     trained = plural(
         batches, f"batch of {size_before} was", f"batches of {size_before} were"
     )
-    run.say(
+    progress.epoch_batch = position
+    return (
         f"continuing at batch {position} of the epoch: {trained} trained on,"
         f" batches have {size_now} now{hint}"
     )
-    progress.epoch_batch = position
 
 
 _Stride = Sequence[tuple[str, int]]
