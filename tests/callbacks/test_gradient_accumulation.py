@@ -273,6 +273,20 @@ def test_a_ramp_that_cannot_be_read_is_refused(ramp):
         GradientAccumulation(ramp)
 
 
+@pytest.mark.parametrize(
+    ("ramp", "start"),
+    [
+        ({"0tok": 2, 0: 1}, "0 tok"),
+        ({"1e3tok": 2, "1000tok": 3}, "1000 tok"),
+        ({"4st": 2, Duration.parse("4st"): 3}, "4 st"),
+    ],
+)
+def test_a_ramp_with_two_parts_at_one_start_is_refused(ramp, start):
+    """The later entry replaced the earlier one."""
+    with pytest.raises(ConfigurationError, match=f"two parts .* begin at {start}"):
+        GradientAccumulation(ramp)
+
+
 def test_a_ramp_in_tokens_needs_a_module_that_counts_them():
     with pytest.raises(ConfigurationError, match="the number of tokens is unknown"):
         windows(GradientAccumulation(RAMP), of_sizes((4, 2)))

@@ -247,13 +247,21 @@ def _read_ramp(
     if not is_of_one_unit or len(zeros) > 1 or not lengths_are_counts:
         raise _ramp_error(scheduling)
     (unit,) = units
-    parts = {0: 1}
+    parts: dict[int, int] = {}
     for start, length in scheduling.items():
         # A text "0" has no unit.
         number = start
         if start == "0":
             number = 0
-        parts[int(Duration.parse(number, unit).value)] = length
+        count = int(Duration.parse(number, unit).value)
+        if count in parts:
+            raise ConfigurationError(
+                f"two parts of a ramp begin at {count} {unit}",
+                found=f"{scheduling!r}",
+                fix="keep one of them",
+            )
+        parts[count] = length
+    parts.setdefault(0, 1)
     return [(Duration(start, unit), parts[start]) for start in sorted(parts)]
 
 
