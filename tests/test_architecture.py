@@ -100,7 +100,7 @@ FOREIGN_MEMBERS = {
         worker_method""",
     "data loaders, samplers and schedulers of users, of any class": """batch_sampler batch_size collate_fn dataset
         drop_last generator num_replicas optimizer rank sampler set_epoch""",
-    "litdata and Hugging Face datasets, by the name of a class": "_ex_iterable buffer_size ex_iterable restore",
+    "litdata, by the name of a class": "restore",
     "values of users: tensors, arrays, batches, metrics": """compute compute_groups dtype item ndim pin_memory
         shape size to update_count""",
     "modules of users: an nn.Module without TrainModule": """automatic_optimization backbone configure_model
@@ -129,7 +129,6 @@ PRIVATE_NAMES_OF_OTHERS = {
     "this package, from `__dict__` of a module": "_prepared",
     "ClearML": "_report_subprocess_enabled",
     "DeepSpeed": "_config _hp_mapping _partition_all_parameters _z3_optimizer",
-    "Hugging Face datasets": "_ex_iterable",
     "Megatron": "_get_model_param_range_map _growth_tracker _hysteresis_tracker",
     "pytest": "_fixtureinfo _pytest",
     "TensorBoard": "_get_file_writer",

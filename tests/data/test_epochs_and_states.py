@@ -310,6 +310,38 @@ class Interleaved(Buffered):
         )
 
 
+def joined_streams(kind: str) -> Buffered:
+    """Two streams, the second one shuffled in a buffer, behind many operations on the whole."""
+    inputs = [SimpleNamespace(ex_iterable=None), BufferShuffledExamplesIterable(9)]
+    operation = type(kind, (SimpleNamespace,), {})(ex_iterables=inputs)
+    for _ in range(40):
+        operation = SimpleNamespace(ex_iterable=operation)
+    stream = Buffered(1)
+    stream._ex_iterable = operation
+    return stream
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "CyclingMultiSourcesExamplesIterable",
+        "VerticallyConcatenatedMultiSourcesExamplesIterable",
+        "HorizontallyConcatenatedMultiSourcesExamplesIterable",
+    ],
+)
+def test_a_shuffle_buffer_in_one_of_several_streams_is_named(kind: str) -> None:
+    """Only the chain of one stream was searched, and 16 operations of it."""
+    loader = DataLoader(joined_streams(kind))
+    (line,) = warnings_of(lambda: fitted(loader, max_steps=1))
+    assert "a buffer of 9 examples" in line
+
+
+def test_operations_that_contain_each_other_are_searched_once() -> None:
+    stream = Buffered(1)
+    stream._ex_iterable.ex_iterable = stream._ex_iterable
+    assert warnings_of(lambda: fitted(DataLoader(stream), max_steps=1)) == []
+
+
 def streaming_loader(package: str, workers: int) -> Any:
     base = type(
         "StreamingDataLoader", (DataLoader,), {"__module__": f"{package}.loader"}

@@ -6,6 +6,7 @@ No library is imported for it: classes of others are recognized by their names. 
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -15,8 +16,8 @@ from trainer_kit.data.division import loader_parts
 
 __all__ = ["warn_if_inexact", "why_inexact"]
 
-_DEEPEST_SOURCE: Final = 16
-"""Operations on a Hugging Face stream that are searched."""
+_MOST_OPERATIONS: Final = 10_000
+"""Operations on the Hugging Face streams of a loader that are searched."""
 _INTERLEAVED: Final = (
     "CyclingMultiSourcesExamplesIterable",
     "RandomlyCyclingMultiSourcesExamplesIterable",
@@ -51,9 +52,11 @@ def warn_if_inexact(loader: object) -> None:
 
 
 def _shuffle_buffer(loader: object) -> str | None:
-    for source in _sources(loader):
-        size = getattr(source, "buffer_size", 0)
-        if type(source).__name__ == "BufferShuffledExamplesIterable" and size > 1:
+    for operation in _operations(loader):
+        if type(operation).__name__ != "BufferShuffledExamplesIterable":
+            continue
+        size = _attribute(operation, "buffer_size")
+        if isinstance(size, int) and size > 1:
             return (
                 f"the data set shuffles in a buffer of {size} examples, whose content its state does not hold, so some"
                 " of them are not read after a resume; use tk.data.shuffle(stream, buffer=...), or shuffle before the"
@@ -65,7 +68,8 @@ def _shuffle_buffer(loader: object) -> str | None:
 def _interleaved(loader: object) -> str | None:
     if not _workers(loader):
         return None
-    if any(type(source).__name__ in _INTERLEAVED for source in _sources(loader)):
+    names = (type(operation).__name__ for operation in _operations(loader))
+    if any(name in _INTERLEAVED for name in names):
         fix = "use tk.data.mix({name: stream, ...}), or num_workers=0"
         return f"interleave_datasets loses its position in workers; {fix}"
     return None
@@ -121,14 +125,25 @@ def _is_streaming_loader(loader: DataLoader[object], package: str) -> bool:
     return False
 
 
-def _sources(loader: object) -> Iterator[object]:
-    """Yield the operations of the Hugging Face streams inside a loader, the last ones first."""
-    sources = [getattr(member, "_ex_iterable", None) for member in loader_parts(loader)]
-    for _ in range(_DEEPEST_SOURCE):
-        inner_sources: list[object] = []
-        for source in sources:
-            if source is None:
-                continue
-            yield source
-            inner_sources.append(getattr(source, "ex_iterable", None))
-        sources = inner_sources
+def _operations(loader: object) -> Iterator[object]:
+    """Yield the operations of the Hugging Face streams inside a loader, each once, the last ones first."""
+    pending = deque(
+        _attribute(member, "_ex_iterable") for member in loader_parts(loader)
+    )
+    visited: set[int] = set()
+    while pending and len(visited) < _MOST_OPERATIONS:
+        operation = pending.popleft()
+        if operation is None or id(operation) in visited:
+            continue
+        visited.add(id(operation))
+        yield operation
+        pending.append(_attribute(operation, "ex_iterable"))
+        # What interleaves or concatenates streams has several inputs.
+        inputs = _attribute(operation, "ex_iterables")
+        if isinstance(inputs, (list, tuple)):
+            pending.extend(inputs)
+
+
+def _attribute(owner: object, name: str) -> object:
+    # ``__dict__``, not getattr: a user's ``__getattr__`` may compute, or raise.
+    return getattr(owner, "__dict__", {}).get(name)
