@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 import trainer_kit as tk
 from trainer_kit.core.errors import CheckpointError
-from trainer_kit.data import CombinedLoader, warn_if_inexact
+from trainer_kit.data import CombinedLoader, Feed, warn_if_inexact
 
 OPTIONS: dict[str, Any] = {
     "accelerator": "cpu",
@@ -343,12 +343,53 @@ def test_operations_that_contain_each_other_are_searched_once() -> None:
 
 
 def streaming_loader(package: str, workers: int) -> Any:
-    base = type(
-        "StreamingDataLoader", (DataLoader,), {"__module__": f"{package}.loader"}
-    )
+    members = {
+        "__module__": f"{package}.loader",
+        "state_dict": lambda self: {},
+        "load_state_dict": lambda self, state: None,
+    }
+    base = type("StreamingDataLoader", (DataLoader,), members)
     # A user's own class.
     derived = type("Mine", (base,), {"__module__": "train"})
-    return derived(range(4), num_workers=workers)
+    return derived(Stateless(1), num_workers=workers)
+
+
+class Stateless(IterableDataset[Any]):
+    """A stream without a state: a resume reads it again up to its position."""
+
+    def __init__(self, size: int) -> None:
+        self._ex_iterable = BufferShuffledExamplesIterable(size)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from torch.arange(6.0).unsqueeze(1)
+
+
+def with_own_state(stream: Any) -> Any:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    return torchdata.StatefulDataLoader(stream)
+
+
+class Wraps(Stateless):
+    """A user's own stream without a state, over one that has a state."""
+
+    def __init__(self) -> None:
+        self.dataset = Buffered(9)
+
+
+def test_a_stream_that_is_read_again_is_exact_and_not_warned_of(tmp_path: Path) -> None:
+    """Its shuffle buffer is filled again, too."""
+
+    def run(steps: int, state: Path | None = None) -> list[Any]:
+        trainer, seen = fitted(DataLoader(Stateless(9)), state, max_steps=steps)
+        trainer.save_checkpoint(tmp_path / f"{steps}")
+        return seen
+
+    all_seen: list[Any] = []
+    assert warnings_of(lambda: all_seen.extend(run(5))) == []
+    first_seen = run(2)
+    with pytest.warns(UserWarning, match="cannot skip by index"):
+        last_seen = run(5, tmp_path / "2")
+    assert first_seen + last_seen == all_seen
 
 
 @pytest.mark.parametrize(
@@ -362,13 +403,21 @@ def streaming_loader(package: str, workers: int) -> Any:
         (lambda: streaming_loader("another", 1), None),
         (lambda: DataLoader(range(4), num_workers=1, in_order=False), "in_order=False"),
         (lambda: DataLoader(range(4), in_order=False), None),
+        (lambda: DataLoader(Stateless(9), num_workers=1, in_order=False), "in_order"),
+        (lambda: DataLoader(Stateless(9), num_workers=1), None),
+        (lambda: DataLoader(Wraps()), None),
+        (lambda: with_own_state(Stateless(9)), None),
+        (lambda: with_own_state(Buffered(9)), "a buffer of 9"),
+        # Its position is recorded, but not by a state of the stream.
+        (lambda: [DataLoader(Stateless(9)), DataLoader(range(4))], None),
+        (lambda: [DataLoader(Stateless(9)), DataLoader(Buffered(7))], "a buffer of 7"),
         (lambda: {"a": [1], "b": DataLoader(Buffered(9))}, "a buffer of 9"),
         (lambda: CombinedLoader([DataLoader(Buffered(9))]), "a buffer of 9"),
         (lambda: DataLoader(tk.data.shuffle(range(4))), None),
     ],
 )
 def test_what_is_known_not_to_resume_exactly(loader: Any, reason: str | None) -> None:
-    lines = warnings_of(lambda: warn_if_inexact(loader()))
+    lines = warnings_of(lambda: warn_if_inexact(Feed(loader())))
     assert len(lines) == int(reason is not None)
     if reason is not None:
         assert reason in lines[0]

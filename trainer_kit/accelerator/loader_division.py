@@ -145,9 +145,7 @@ def _make_feed(
     agree: Callable[[list[float]], list[list[float]]] | None = None,
     interleave: bool = False,
 ) -> Feed:
-    if rank == 0:
-        warn_if_inexact(loader)
-    return Feed(
+    feed = Feed(
         loader,
         rank=rank,
         size=size,
@@ -158,3 +156,6 @@ def _make_feed(
         agree=agree,
         turn=turn,
     )
+    if rank == 0:
+        warn_if_inexact(feed)
+    return feed

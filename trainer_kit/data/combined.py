@@ -486,6 +486,10 @@ class CombinedSource(Source):
             states.append({"spot": list(spot), "state": state})
         return states
 
+    @property
+    def stateful_loaders(self) -> Sequence[object]:
+        return _concatenate(source.stateful_loaders for source in self.sources)
+
     def resharded(self, state: SourceState, further: int) -> SourceState:
         raise CheckpointError(
             "loaders",

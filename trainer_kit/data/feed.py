@@ -434,6 +434,7 @@ class Feed:
         indexed: whether a batch is found without reading the batches before it.
         exact: whether an epoch has exactly `length` batches; else `length` is a hint, as the user's code computes it.
         stateful: whether the loader's own state is read after each batch (torchdata's ``state_dict`` protocol).
+        stateful_loaders: the loaders whose own state is read; any other stream is read again up to its position.
         once: whether the loader can be read only once, over all epochs.
         stride: the part of a loader's order that a global micro-batch covers: (unit, number), one for each loader.
         samples: ``samples(index)`` returns the number of samples of a global micro-batch over all ranks; None if it is
@@ -507,6 +508,7 @@ class Feed:
         self.indexed = self._source.indexed
         self.exact = self._source.exact
         self.stateful = self._source.stateful
+        self.stateful_loaders = self._source.stateful_loaders
         self.once = self._source.once
         self.stride = self._source.stride
         self.samples = self._source.samples

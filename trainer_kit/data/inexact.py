@@ -13,6 +13,7 @@ from typing import Final
 from torch.utils.data import DataLoader
 
 from trainer_kit.data.division import loader_parts
+from trainer_kit.data.feed import Feed
 
 __all__ = ["warn_if_inexact", "why_inexact"]
 
@@ -25,28 +26,30 @@ _INTERLEAVED: Final = (
 """What ``interleave_datasets`` of Hugging Face makes."""
 
 
-def why_inexact(loader: object) -> str | None:
+def why_inexact(feed: Feed) -> str | None:
     """Return why a resume within an epoch reads other samples, with what to use instead; None: nothing is known.
 
     Example:
-        >>> why_inexact(DataLoader(range(4), num_workers=2)) is None
+        >>> why_inexact(Feed(DataLoader(range(4), num_workers=2))) is None
         True
-        >>> why_inexact(DataLoader(range(4), num_workers=2, in_order=False))
+        >>> why_inexact(Feed(DataLoader(range(4), num_workers=2, in_order=False)))
         'in_order=False yields batches as its workers complete them; leave in_order=False out'
     """
-    for find_reason in _REASONS:
-        reason = find_reason(loader)
-        if reason is not None:
-            return reason
-    return None
+    # A stream without a state is read again up to its position.
+    for loader in feed.stateful_loaders:
+        for find_reason in _REASONS_OF_STATES:
+            reason = find_reason(loader)
+            if reason is not None:
+                return reason
+    return _out_of_order(feed.loader)
 
 
-def warn_if_inexact(loader: object) -> None:
+def warn_if_inexact(feed: Feed) -> None:
     """Warn before the first batch of a run that a resume will not be exact."""
-    reason = why_inexact(loader)
+    reason = why_inexact(feed)
     if reason is not None:
         warnings.warn(
-            f"a resume within an epoch of this {type(loader).__name__} is not exact: {reason}",
+            f"a resume within an epoch of this {type(feed.loader).__name__} is not exact: {reason}",
             stacklevel=3,
         )
 
@@ -99,13 +102,13 @@ def _out_of_order(loader: object) -> str | None:
     return None
 
 
-_REASONS: Final[tuple[Callable[[object], str | None], ...]] = (
+_REASONS_OF_STATES: Final[tuple[Callable[[object], str | None], ...]] = (
     _shuffle_buffer,
     _interleaved,
     _litdata,
     _mosaic,
-    _out_of_order,
 )
+"""Each tells why the state of a loader does not hold its position."""
 
 
 def _loaders(loader: object) -> list[DataLoader[object]]:
@@ -128,7 +131,10 @@ def _is_streaming_loader(loader: DataLoader[object], package: str) -> bool:
 def _operations(loader: object) -> Iterator[object]:
     """Yield the operations of the Hugging Face streams inside a loader, each once, the last ones first."""
     pending = deque(
-        _attribute(member, "_ex_iterable") for member in loader_parts(loader)
+        _attribute(member, "_ex_iterable")
+        for member in loader_parts(loader)
+        # Whatever the loader's state is: one without a state is read again up to its position.
+        if hasattr(type(member), "state_dict")
     )
     visited: set[int] = set()
     while pending and len(visited) < _MOST_OPERATIONS:

@@ -229,6 +229,10 @@ class Source(ABC):
         """Return what `epoch` needs besides the position to continue after the last batch. Default: nothing."""
         return None
 
+    @property
+    def stateful_loaders(self) -> Sequence[object]:
+        return ()
+
     def draw_from(self, state: SourceState) -> None:
         """Restore the user's generators, if there is a state, and record from where the order is drawn."""
         if self.generators:

@@ -6,7 +6,7 @@ import copy
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, final
 
@@ -559,6 +559,12 @@ class StreamSource(Source):
             "at": (self.rank + 1) % self.size,
             "generators": self._began,
         }
+
+    @property
+    def stateful_loaders(self) -> Sequence[object]:
+        if not self.stateful:
+            return ()
+        return (self.user_loader,)
 
     def resharded(self, state: SourceState, further: int) -> SourceState:
         within_turn = state is not None and state["at"]

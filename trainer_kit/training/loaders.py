@@ -92,8 +92,6 @@ def training_feed(
                 fix=f"use a multiple of {batches_per_step}",
             )
         batch_size = settings.global_batch_size // batches_per_step
-    if group.rank == 0:
-        warn_if_inexact(loaders)
     if settings.overfit:
         loaders = _unshuffled(loaders)
     feed = Feed(
@@ -106,6 +104,8 @@ def training_feed(
         reproducible=settings.reproducible,
         agree=agree,
     )
+    if group.rank == 0:
+        warn_if_inexact(feed)
     name = "limit_train_batches"
     if settings.overfit:
         name = "overfit_batches"
