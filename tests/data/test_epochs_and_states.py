@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 import trainer_kit as tk
+from trainer_kit.accelerator.script_names import prepare_data_loader
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.data import CombinedLoader, Feed, warn_if_inexact
 
@@ -279,9 +280,9 @@ def test_a_shuffle_buffer_is_named_before_the_first_step_and_at_a_resume(
     for each in (run, resume):
         (line,) = warnings_of(each)
         assert (
-            "this DataLoader is not exact: the data set shuffles in a buffer of 16"
-            in line
-        )
+            "resuming this DataLoader from a saved state is not exact: the data set"
+            " shuffles in a buffer of 16"
+        ) in line
         assert "use tk.data.shuffle" in line
     assert warnings_of(lambda: run(1)) == []
 
@@ -424,15 +425,28 @@ def test_what_is_known_not_to_resume_exactly(loader: Any, reason: str | None) ->
 
 
 def test_accelerator_and_validation() -> None:
+    """An Accelerator names each reason once: it also prepares loaders that are never resumed."""
+
     def prepare() -> None:
-        tk.Accelerator(cpu=True).prepare(DataLoader(Buffered(16)))
+        accelerator = tk.Accelerator(cpu=True)
+        accelerator.prepare(DataLoader(Buffered(16)), DataLoader(Buffered(16)))
+        # Of a validation, for example.
+        accelerator.prepare(DataLoader(Buffered(16)))
+        accelerator.prepare(DataLoader(Buffered(9)))
 
     class Validates(Sees):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             pass
 
+    def prepare_alone() -> None:
+        prepare_data_loader(DataLoader(Buffered(16)))
+
     def validate() -> None:
         tk.Trainer(**OPTIONS).validate(Validates(), DataLoader(Buffered(16)))
 
-    assert len(warnings_of(prepare)) == 1
+    lines = warnings_of(prepare)
+    assert len(lines) == 2
+    assert "a buffer of 16" in lines[0]
+    assert "a buffer of 9" in lines[1]
+    assert len(warnings_of(prepare_alone)) == 1
     assert warnings_of(validate) == []

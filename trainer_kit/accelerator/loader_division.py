@@ -14,7 +14,7 @@ from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.types import Batch, Loaders
-from trainer_kit.data import Feed, warn_if_inexact
+from trainer_kit.data import Feed
 from trainer_kit.data.combined import CombinedLoader, read_together
 from trainer_kit.data.division import check_division, divide_by_itself
 from trainer_kit.options.records import DataLoaderConfiguration
@@ -145,7 +145,7 @@ def _make_feed(
     agree: Callable[[list[float]], list[list[float]]] | None = None,
     interleave: bool = False,
 ) -> Feed:
-    feed = Feed(
+    return Feed(
         loader,
         rank=rank,
         size=size,
@@ -156,6 +156,3 @@ def _make_feed(
         agree=agree,
         turn=turn,
     )
-    if rank == 0:
-        warn_if_inexact(feed)
-    return feed

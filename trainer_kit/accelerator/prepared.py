@@ -41,6 +41,7 @@ from trainer_kit.core.types import (
     StateDict,
 )
 from trainer_kit.data.combined import CombinedLoader
+from trainer_kit.data.inexact import warn_if_inexact, why_inexact
 from trainer_kit.options.deepspeed import (
     DeepSpeedPlugin,
     DummyOptim,
@@ -389,8 +390,17 @@ class Prepared:
             each_epoch(strategy.world, self._rng_types, strategy.device),
             interleave=interleave,
         )
+        self._warn_if_inexact(prepared)
         self.loaders.append(prepared)
         return prepared
+
+    def _warn_if_inexact(self, loader: PreparedLoader) -> None:
+        if not self._processes.is_main_process:
+            return
+        # A validation loader has the reason of the training loader, which was named.
+        reasons = {why_inexact(other.feed) for other in self.loaders}
+        if why_inexact(loader.feed) not in reasons:
+            warn_if_inexact(loader.feed)
 
     def prepare_scheduler(
         self, scheduler: LRSchedulerLike | DummyScheduler

@@ -29,6 +29,7 @@ from trainer_kit.core.display import bar_class
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.seed import order_seed
 from trainer_kit.core.types import Function, Loaders
+from trainer_kit.data import warn_if_inexact
 from trainer_kit.loggers.table import LOGGER_ROWS
 from trainer_kit.options.deepspeed import DeepSpeedPlugin
 from trainer_kit.options.records import (
@@ -534,7 +535,7 @@ def prepare_data_loader(
     batch_device = None
     if put_on_device:
         batch_device = state.device if device is None else torch.device(device)
-    return prepare_loader(
+    prepared = prepare_loader(
         dataloader,
         state.world,
         state.world,
@@ -544,6 +545,9 @@ def prepare_data_loader(
         seed,
         before_epoch=each_epoch(state.world, rng_types, state.device),
     )
+    if state.world.rank == 0:
+        warn_if_inexact(prepared.feed)
+    return prepared
 
 
 def get_sampler(dataloader: Loaders) -> Any:

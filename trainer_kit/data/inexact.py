@@ -49,7 +49,7 @@ def warn_if_inexact(feed: Feed) -> None:
     reason = why_inexact(feed)
     if reason is not None:
         warnings.warn(
-            f"a resume within an epoch of this {type(feed.loader).__name__} is not exact: {reason}",
+            f"resuming this {type(feed.loader).__name__} from a saved state is not exact: {reason}",
             stacklevel=3,
         )
 
