@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 import trainer_kit as tk
+from tests.parity.language import Speaker, make_language
 from trainer_kit.accelerator.script_names import prepare_data_loader
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.data import CombinedLoader, Feed, warn_if_inexact
+from trainer_kit.strategies import MeshStrategy
 
 OPTIONS: dict[str, Any] = {
     "accelerator": "cpu",
@@ -450,3 +453,37 @@ def test_accelerator_and_validation() -> None:
     assert "a buffer of 9" in lines[1]
     assert len(warnings_of(prepare_alone)) == 1
     assert warnings_of(validate) == []
+
+
+class Texts(Buffered):
+    def __iter__(self) -> Iterator[Any]:
+        for _ in super().__iter__():
+            yield torch.ones(8, dtype=torch.long), torch.ones(8, dtype=torch.long)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("how", ["fit", "prepare", "setup"])
+def test_one_rank_names_the_reason(how: str) -> None:
+    """Every rank of tensor parallelism is rank 0 of the data, and so is a process that reads its own loader."""
+
+    def fit() -> None:
+        plan = tk.ParallelPlan(tensor="llama")
+        options = {**OPTIONS, "devices": 2, "max_steps": 1}
+        trainer = tk.Trainer(**options, strategy=MeshStrategy(tp=2))
+        loader = DataLoader(Texts(16), batch_size=2)
+        trainer.fit(Speaker(make_language(), plan), loader)
+
+    def prepare() -> None:
+        sizes = tk.ParallelismConfig(tp_size=2)
+        accelerator = tk.Accelerator(cpu=True, parallelism_config=sizes)
+        accelerator.prepare(DataLoader(Texts(16)))
+
+    def setup() -> None:
+        fabric = tk.Fabric(accelerator="cpu", devices=2)
+        fabric.launch()
+        loader = DataLoader(Texts(16))
+        fabric.setup_dataloaders(loader, use_distributed_sampler=False)
+
+    runs = {"fit": fit, "prepare": prepare, "setup": setup}
+    expected = int(dist.get_rank() == 0)
+    assert len(warnings_of(runs[how])) == expected

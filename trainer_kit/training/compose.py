@@ -33,6 +33,7 @@ from trainer_kit.data import (
     EpochLength,
     Feed,
     read_together,
+    warn_if_inexact,
 )
 from trainer_kit.state.collect import State, collect
 from trainer_kit.state.optimizer_states import configured_flags, note_configured
@@ -129,6 +130,9 @@ def compose_fit(
     settings = trainer.settings
     # Loaders first: `configure_optimizers` may ask for the number of steps, which follows from their length.
     feed, length = load_training(trainer, loaders)
+    # Not each rank 0 of the data, of which tensor parallelism has several.
+    if trainer.is_global_zero:
+        warn_if_inexact(feed)
     _report_length(trainer, feed, length)
     check_tokens("max_duration", settings.max_duration, module)
     check_tokens("val_check_interval", settings.validate_every, module)

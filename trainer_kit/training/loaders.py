@@ -24,7 +24,6 @@ from trainer_kit.data import (
     epoch_length,
     is_tree,
     read_together,
-    warn_if_inexact,
 )
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.strategy import Strategy
@@ -104,8 +103,6 @@ def training_feed(
         reproducible=settings.reproducible,
         agree=agree,
     )
-    if group.rank == 0:
-        warn_if_inexact(feed)
     name = "limit_train_batches"
     if settings.overfit:
         name = "overfit_batches"
