@@ -7,20 +7,22 @@ that torch's own step calls, and so are the weights, bit for bit.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import is_
-from typing import Final, final
+from itertools import chain
+from operator import attrgetter, is_, itemgetter, methodcaller
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_kit.core.torch_private import storage_key
+from trainer_kit.core.types import Function
+from trainer_kit.strategies.torch_private import parts_of_step
 from trainer_kit.strategies.update_kernels import (
     FUSED_KERNELS,
     LIST_KERNELS,
     Group,
     Kernel,
-    State,
+    StateLists,
 )
 
 __all__ = ["GatheredUpdate", "find_gathered_update"]
@@ -35,9 +37,22 @@ Updated all at once, larger ones leave the cache between two kernels, and need m
 _WIDE: Final = (torch.float32, torch.float64)
 _MOST_GROUPS: Final = 7
 """Groups up to which it is worth updating each by itself; more are joined where their options are equal."""
-_ADAM_STATES: Final = frozenset({"step", "exp_avg", "exp_avg_sq"})
-_AMSGRAD_STATES: Final = _ADAM_STATES | {"max_exp_avg_sq"}
-_MOMENTUM_STATES: Final = frozenset({"momentum_buffer"})
+_TORCHS_PARTS: Final = {kind: parts_of_step(kind) for kind in FUSED_KERNELS}
+"""The functions of torch's own steps, before any other code may have replaced one."""
+
+# Functions of C, which read an attribute of many tensors without a Python call for each.
+_GRADIENT: Final = attrgetter("grad")
+_DTYPE: Final = attrgetter("dtype")
+_FORMAT: Final = attrgetter("dtype", "layout")
+_KIND: Final = attrgetter("dtype", "layout", "device")
+_ADDRESS: Final = Tensor.data_ptr
+_STORAGE: Final = Tensor.untyped_storage
+_STORAGE_ADDRESS: Final = torch.UntypedStorage.data_ptr
+
+_PLAIN_TYPES: Final = frozenset({Tensor, nn.Parameter})
+_NUMBER_TYPES: Final = frozenset({float, int})
+_OVERRIDES: Final = frozenset({"grad_scale", "found_inf", "_init_group"})
+"""Attributes of an optimizer that change what torch's own step does."""
 
 
 def find_gathered_update(optimizer: Optimizer) -> GatheredUpdate | None:
@@ -61,7 +76,6 @@ def _is_small(groups: list[Group]) -> bool:
     if len(groups) > _MOST_GROUPS:
         return False
     elements = 0
-    storages = set()
     for group in groups:
         for parameter in group["params"]:
             if type(parameter) is not nn.Parameter or parameter.device.type != "cpu":
@@ -69,13 +83,54 @@ def _is_small(groups: list[Group]) -> bool:
             # Functions of lists round factors to a narrow type, and torch's loop does not.
             if parameter.dtype not in _WIDE:
                 return False
-            storage = storage_key(parameter.untyped_storage())
-            # Of two that share memory, torch updates one after the other.
-            if storage in storages:
+            if parameter.layout is not torch.strided or parameter.is_nested:
                 return False
-            storages.add(storage)
             elements += parameter.numel()
     return elements <= _MOST_ELEMENTS
+
+
+@final
+@dataclass(frozen=True)
+class _OptionNames:
+    """Which options of a group one algorithm reads.
+
+    Attributes:
+        switch: the option that decides which states there are.
+        states: the names of the states without that option, and with it.
+        numbers: reads the options that are numbers.
+        pairs: the names of those that are several numbers.
+    """
+
+    switch: str
+    states: tuple[tuple[str, ...], tuple[str, ...]]
+    numbers: itemgetter[Any]
+    pairs: tuple[str, ...]
+
+    def needed_states(self, group: Group) -> tuple[str, ...]:
+        return self.states[bool(group[self.switch])]
+
+
+_SGD: Final = _OptionNames(
+    switch="momentum",
+    states=((), ("momentum_buffer",)),
+    numbers=itemgetter("lr", "weight_decay", "momentum", "dampening"),
+    pairs=(),
+)
+_ADAM: Final = _OptionNames(
+    switch="amsgrad",
+    states=(
+        ("step", "exp_avg", "exp_avg_sq"),
+        ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    ),
+    numbers=itemgetter("lr", "weight_decay", "eps"),
+    pairs=("betas",),
+)
+# By the class and not by the entries of a group, which may be the user's own.
+_OPTION_NAMES: Final[dict[type[Optimizer], _OptionNames]] = {
+    torch.optim.SGD: _SGD,
+    torch.optim.Adam: _ADAM,
+    torch.optim.AdamW: _ADAM,
+}
 
 
 @final
@@ -85,18 +140,28 @@ class _Gathered:
 
     Attributes:
         source: the list of the group, whose content other code may replace.
-        states: of each parameter; empty where the kernel needs none.
-        needs: the names in a state that the kernel needs.
+        switch: the option that decides which states there are.
+        is_switched: whether that option was set.
+        sources: where the states are, one dict for each parameter; empty where the kernel needs none.
+        states: what was found there.
+        addresses: of the parameters and the states.
+        formats: type and layout that gradients must have, which are those of the parameters.
+        storages: what gradients must not share memory with; empty if the kernel does as torch's own step even then.
     """
 
     group: Group
     source: list[nn.Parameter]
     parameters: list[nn.Parameter]
-    states: list[State]
-    needs: frozenset[str]
+    switch: str
+    is_switched: bool
+    sources: list[dict[str, Tensor]]
+    states: StateLists
+    addresses: list[int]
+    formats: set[tuple[torch.dtype, torch.layout]]
+    storages: set[int]
 
     def is_current(self, group: Group) -> bool:
-        """Whether the group has the parameters that were gathered, and needs the states that were."""
+        """Whether the group has the tensors that were gathered, and needs the states that were."""
         if group is not self.group or group["params"] is not self.source:
             return False
         if len(self.source) != len(self.parameters):
@@ -104,7 +169,29 @@ class _Gathered:
         if not all(map(is_, self.source, self.parameters)):
             return False
         # An option that is changed may need a state that is not there yet.
-        return _needed_states(group) == self.needs
+        if bool(group[self.switch]) is not self.is_switched:
+            return False
+        for name, tensors in self.states.items():
+            if not all(map(is_, map(methodcaller("get", name), self.sources), tensors)):
+                return False
+        # Other code may set `.data`, which changes type, device and memory of the same tensor.
+        if not self.formats.issuperset(map(_FORMAT, self.parameters)):
+            return False
+        written = chain(self.parameters, *self.states.values())
+        return list(map(_ADDRESS, written)) == self.addresses
+
+    def find_gradients(self) -> list[Tensor] | None:
+        """The gradients; None where one is missing, or only torch's own step is right with them."""
+        gradients = list(map(_GRADIENT, self.parameters))
+        if not _PLAIN_TYPES.issuperset(map(type, gradients)):
+            return None
+        if not self.formats.issuperset(map(_FORMAT, gradients)):
+            return None
+        if self.storages:
+            addresses = map(_STORAGE_ADDRESS, map(_STORAGE, gradients))
+            if not self.storages.isdisjoint(addresses):
+                return None
+        return gradients
 
 
 @final
@@ -119,35 +206,40 @@ class GatheredUpdate:
 
     def __init__(self, optimizer: Optimizer, kernel: Kernel, *, is_fused: bool) -> None:
         self._optimizer = optimizer
+        self._type = type(optimizer)
         self._kernel = kernel
         self._is_fused = is_fused
+        self._options = _OPTION_NAMES[self._type]
         self._state: object = None
         # Parameters that have a state, and the states, in the order of the optimizer's.
         self._owners: list[Tensor] = []
-        self._states: list[State] = []
+        self._states: list[dict[str, Tensor]] = []
         self._gathered: list[_Gathered] | None = None
         self._tries_left = _MOST_TRIES
 
-    def run(self) -> bool:
+    def run(self, function: Function) -> bool:
         """Update the weights; False, and nothing is done, where only torch's own step is right.
 
         That is the first step, which creates the states; a parameter without a gradient; options that are tensors; and
         a loss scale that the kernel divides by.
+
+        Args:
+            function: what would update the weights instead.
         """
         if not self._tries_left:
             return False
+        # Other code may have changed the class, or the step of the class.
+        if type(self._optimizer) is not self._type:
+            return False
+        if function not in _TORCHS_PARTS[self._type]:
+            return False
         gathered = self._current()
-        if gathered is None or "grad_scale" in vars(self._optimizer):
+        if gathered is None or not _OVERRIDES.isdisjoint(vars(self._optimizer)):
             return False
         calls = []
         for each in gathered:
-            gradients = []
-            for parameter in each.parameters:
-                gradient = parameter.grad
-                if gradient is None:
-                    return False
-                gradients.append(gradient)
-            if not _has_plain_options(each.group, self._is_fused):
+            gradients = each.find_gradients()
+            if gradients is None or not self._has_plain_options(each.group):
                 return False
             calls.append((each, gradients))
         for each, gradients in calls:
@@ -174,7 +266,7 @@ class GatheredUpdate:
             return gathered
         gathered = None
         if self._is_fused or _is_small(groups):
-            gathered = _gather_all(self._optimizer)
+            gathered = self._gather_all()
         self._tries_left = _MOST_TRIES if gathered else self._tries_left - 1
         self._gathered = gathered
         self._state = state
@@ -182,62 +274,91 @@ class GatheredUpdate:
         self._states = list(state.values())
         return gathered
 
+    def _gather_all(self) -> list[_Gathered] | None:
+        """The lists of all groups; None where torch's own step, or other code in its place, must run."""
+        if parts_of_step(self._type) != _TORCHS_PARTS[self._type]:
+            return None
+        gathered = []
+        for group in self._optimizer.param_groups:
+            lists = self._gather(group)
+            if lists is None:
+                return None
+            gathered.append(lists)
+        return gathered
 
-def _gather_all(optimizer: Optimizer) -> list[_Gathered] | None:
-    gathered = []
-    for group in optimizer.param_groups:
+    def _gather(self, group: Group) -> _Gathered | None:
         parameters = list(group["params"])
-        if not _have_one_kernel(parameters):
+        names = self._options.needed_states(group)
+        sources: list[dict[str, Tensor]] = []
+        if names:
+            sources = [
+                self._optimizer.state.get(parameter, {}) for parameter in parameters
+            ]
+        states: StateLists = {}
+        for name in names:
+            states[name] = [source.get(name) for source in sources]  # type: ignore[misc]  # looked at below
+        written = [*parameters, *chain.from_iterable(states.values())]
+        # A DTensor is stepped by its own rules, and the first step makes the states.
+        if not _PLAIN_TYPES.issuperset(map(type, written)):
             return None
-        needs = _needed_states(group)
-        states: list[State] = []
-        if needs:
-            states = [optimizer.state.get(parameter, {}) for parameter in parameters]
-        # The first step makes them.
-        if not all(_has_all(state, needs) for state in states):
+        formats = self._common_format(parameters, states)
+        storages: set[int] | None = set()
+        if not self._is_fused:
+            storages = _separate_storages(written)
+        if not formats or storages is None:
             return None
-        gathered.append(_Gathered(group, group["params"], parameters, states, needs))
-    return gathered
+        lists = _Gathered(
+            group=group,
+            source=group["params"],
+            parameters=parameters,
+            switch=self._options.switch,
+            is_switched=bool(group[self._options.switch]),
+            sources=sources,
+            states=states,
+            addresses=list(map(_ADDRESS, written)),
+            formats=formats,
+            storages=storages,
+        )
+        return None if lists.find_gradients() is None else lists
 
+    def _common_format(
+        self, parameters: list[nn.Parameter], states: StateLists
+    ) -> set[tuple[torch.dtype, torch.layout]]:
+        """Type and layout, if one call of the kernel takes all of these; an empty set otherwise."""
+        tensors: list[Tensor] = list(parameters)
+        for name, of_name in states.items():
+            # Counts have a type of their own, and may be on the CPU.
+            if name != "step":
+                tensors += of_name
+        kinds = set(map(_KIND, tensors))
+        if len(kinds) != 1:
+            return set()
+        dtype, layout, _ = kinds.pop()
+        if layout is not torch.strided or not dtype.is_floating_point:
+            return set()
+        return {(dtype, layout)}
 
-def _have_one_kernel(parameters: list[nn.Parameter]) -> bool:
-    """Whether one call takes all of them: dense and real, of one type, and on one device."""
-    kinds = set()
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None or type(gradient) is not Tensor or gradient.is_sparse:
+    def _has_plain_options(self, group: Group) -> bool:
+        """Whether the kernel takes the options as they are: numbers, and no graph of the step."""
+        numbers = self._options.numbers(group)
+        for name in self._options.pairs:
+            numbers += tuple(group[name])
+        if not _NUMBER_TYPES.issuperset(map(type, numbers)):
             return False
-        # A DTensor is stepped by its own rules.
-        if type(parameter) is not nn.Parameter or parameter.is_complex():
+        if group["differentiable"] or group.get("capturable"):
             return False
-        kinds.add((parameter.device, parameter.dtype, gradient.dtype))
-    return len(kinds) == 1
-
-
-def _needed_states(group: Group) -> frozenset[str]:
-    """What the kernel needs of the state of each parameter."""
-    if "betas" not in group:
-        if group["momentum"]:
-            return _MOMENTUM_STATES
-        return frozenset()
-    if group["amsgrad"]:
-        return _AMSGRAD_STATES
-    return _ADAM_STATES
-
-
-def _has_all(state: State, names: frozenset[str]) -> bool:
-    return all(state.get(name) is not None for name in names)
-
-
-def _has_plain_options(group: Group, is_fused: bool) -> bool:
-    """Whether the kernel takes the options as they are: numbers, and no graph of the step."""
-    # Not by a generator, which would be a call in every step.
-    for number in (group["lr"], group["weight_decay"], *group.get("betas", ())):
-        if isinstance(number, Tensor):
+        # torch's own kernels of many tensors, which it prefers to the fused one as well.
+        if group.get("foreach") or bool(group.get("fused")) is not self._is_fused:
             return False
-    if group["differentiable"] or group.get("capturable"):
-        return False
-    if bool(group.get("fused")) is not is_fused:
-        return False
-    # Only the fused kernel keeps the maximum as torch's loop does.
-    return is_fused or not group.get("amsgrad")
+        # Only the fused kernel keeps the maximum as torch's loop does.
+        return self._is_fused or not group.get("amsgrad")
+
+
+def _separate_storages(tensors: list[Tensor]) -> set[int] | None:
+    """The addresses of the memory of these tensors; None if two share some: torch updates one after the other."""
+    addresses = list(map(_STORAGE_ADDRESS, map(_STORAGE, tensors)))
+    # Empty tensors have none.
+    storages = set(addresses) - {0}
+    if len(storages) != len(addresses) - addresses.count(0):
+        return None
+    return storages

@@ -126,8 +126,9 @@ def direct_step(optimizer: Optimizer) -> StepMethod:
         mode = torch.is_grad_enabled()
         set_grad_mode(False)
         try:
-            if gathered is not None and not has_closure and gathered.run():
-                return None
+            if gathered is not None and not has_closure:
+                if gathered.run(update.function):
+                    return None
             return update.function(updated, *arguments, **options)
         finally:
             set_grad_mode(mode)

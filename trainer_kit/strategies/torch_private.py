@@ -52,12 +52,14 @@ __all__ = [
     "global_step_post_hooks",
     "global_step_pre_hooks",
     "has_compiled_function",
+    "has_list_functions",
     "is_fsdp_root",
     "is_profiling",
     "is_view",
     "make_fake_store",
     "move_each",
     "negatives",
+    "parts_of_step",
     "reduced_parameters",
     "replace_reducer",
     "ring_attention",
@@ -95,7 +97,13 @@ fused_sgd: Final[Callable[..., object]] = find_private("torch._fused_sgd_", _FUS
 fused_adam: Final[Callable[..., object]] = find_private("torch._fused_adam_", _FUSED)
 fused_adamw: Final[Callable[..., object]] = find_private("torch._fused_adamw_", _FUSED)
 
-# Operators on each tensor of a list, in one call. Without one, SGD or Adam of small parameters is refused in its step.
+# Operators on each tensor of a list, in one call. Without one, small parameters are updated by torch's own step.
+has_list_functions: Final = all(
+    hasattr(torch, f"_foreach_{name}")
+    for name in (
+        "add", "add_", "addcdiv_", "addcmul_", "div_", "lerp_", "mul_", "neg", "sqrt",
+    )
+)  # fmt: skip
 _LISTS: Final = "the step of an optimizer of small parameters"
 negatives: Final[Callable[..., list[Tensor]]] = find_private(
     "torch._foreach_neg", _LISTS
@@ -349,6 +357,9 @@ set_grad_mode: Final[Callable[[bool], object]] = find_private(
 )
 
 
+_STEP_MODULES: Final = ("torch.optim.sgd", "torch.optim.adam")
+
+
 def step_below_hooks(step: FunctionType) -> FunctionType | None:
     """The function below the wrapper that calls step hooks; None where torch has not wrapped this step.
 
@@ -370,6 +381,29 @@ def step_below_grad_mode(step: FunctionType) -> FunctionType | None:
     if not is_wrapper or step.__globals__["__name__"] != Optimizer.__module__:
         return None
     return vars(step).get("__wrapped__")
+
+
+def parts_of_step(kind: type[Optimizer]) -> tuple[object, ...]:
+    """The functions with which torch's SGD, Adam or AdamW steps: the step below its wrappers, and two that it calls.
+
+    Those are the method that finds the tensors, and the functional form. Empty where the step is not torch's, and
+    where this release of torch has none of these names: then only the step itself is called.
+    """
+    step: object = kind.step
+    if isinstance(step, FunctionType):
+        # The first optimizer of its class wraps it with hooks.
+        step = step_below_hooks(step) or step
+    if isinstance(step, FunctionType):
+        step = step_below_grad_mode(step)
+    if not isinstance(step, FunctionType):
+        return ()
+    module = step.__globals__["__name__"]
+    gather = getattr(kind, "_init_group", None)
+    # `torch.optim.adam` has `adam`.
+    functional = step.__globals__.get(module.rpartition(".")[-1])
+    if module not in _STEP_MODULES or gather is None or functional is None:
+        return ()
+    return step, gather, functional
 
 
 def step_below_scheduler(step: FunctionType) -> FunctionType | None:

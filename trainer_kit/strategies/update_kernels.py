@@ -21,20 +21,21 @@ from trainer_kit.strategies.torch_private import (
     fused_adam,
     fused_adamw,
     fused_sgd,
+    has_list_functions,
     move_each,
     negatives,
     square_roots,
     sums,
 )
 
-__all__ = ["FUSED_KERNELS", "LIST_KERNELS", "Group", "Kernel", "State"]
+__all__ = ["FUSED_KERNELS", "LIST_KERNELS", "Group", "Kernel", "StateLists"]
 
 Group: TypeAlias = dict[str, Any]
 """A parameter group of an optimizer."""
-State: TypeAlias = dict[str, Tensor]
-"""The state of one parameter."""
+StateLists: TypeAlias = dict[str, list[Tensor]]
+"""By name of a state: that of each parameter."""
 Kernel: TypeAlias = Callable[
-    [Group, list[nn.Parameter], list[Tensor], list[State]], None
+    [Group, list[nn.Parameter], list[Tensor], StateLists], None
 ]
 """Updates parameters, by their gradients and states."""
 
@@ -45,11 +46,11 @@ def _update_sgd(
     group: Group,
     parameters: list[nn.Parameter],
     gradients: list[Tensor],
-    states: list[State],
+    states: StateLists,
 ) -> None:
     buffers: list[Tensor] = []
     if group["momentum"]:
-        buffers = [state["momentum_buffer"] for state in states]
+        buffers = states["momentum_buffer"]
     fused_sgd(
         parameters,
         gradients,
@@ -70,13 +71,12 @@ def _update_adam(
     group: Group,
     parameters: list[nn.Parameter],
     gradients: list[Tensor],
-    states: list[State],
+    states: StateLists,
 ) -> None:
-    # Read from the states in each step: other code may have put other tensors there.
-    steps = [state["step"] for state in states]
+    steps = states["step"]
     maxima: list[Tensor] = []
     if group["amsgrad"]:
-        maxima = [state["max_exp_avg_sq"] for state in states]
+        maxima = states["max_exp_avg_sq"]
     beta1, beta2 = group["betas"]
     kernel = fused_adam
     if group["decoupled_weight_decay"]:
@@ -85,8 +85,8 @@ def _update_adam(
     kernel(
         parameters,
         gradients,
-        [state["exp_avg"] for state in states],
-        [state["exp_avg_sq"] for state in states],
+        states["exp_avg"],
+        states["exp_avg_sq"],
         maxima,
         steps,
         amsgrad=group["amsgrad"],
@@ -110,7 +110,7 @@ def _update_sgd_lists(
     group: Group,
     parameters: list[nn.Parameter],
     gradients: list[Tensor],
-    states: list[State],
+    states: StateLists,
 ) -> None:
     if group["maximize"]:
         gradients = negatives(gradients)
@@ -118,7 +118,7 @@ def _update_sgd_lists(
         gradients = sums(gradients, parameters, alpha=group["weight_decay"])
     momentum = group["momentum"]
     if momentum:
-        buffers = [state["momentum_buffer"] for state in states]
+        buffers = states["momentum_buffer"]
         multiply_each(buffers, momentum)
         add_to_each(buffers, gradients, alpha=1 - group["dampening"])
         if group["nesterov"]:
@@ -132,13 +132,12 @@ def _update_adam_lists(
     group: Group,
     parameters: list[nn.Parameter],
     gradients: list[Tensor],
-    states: list[State],
+    states: StateLists,
 ) -> None:
     learning_rate, weight_decay = group["lr"], group["weight_decay"]
     beta1, beta2 = group["betas"]
-    steps = [state["step"] for state in states]
-    averages = [state["exp_avg"] for state in states]
-    squares = [state["exp_avg_sq"] for state in states]
+    steps = states["step"]
+    averages, squares = states["exp_avg"], states["exp_avg_sq"]
     if group["maximize"]:
         gradients = negatives(gradients)
     add_to_each(steps, 1)
@@ -166,9 +165,9 @@ FUSED_KERNELS: Final[dict[type[Optimizer], Kernel]] = {
     torch.optim.AdamW: _update_adam,
 }
 """Of optimizers with ``fused=True``."""
-LIST_KERNELS: Final[dict[type[Optimizer], Kernel]] = {
-    torch.optim.SGD: _update_sgd_lists,
-    torch.optim.Adam: _update_adam_lists,
-    torch.optim.AdamW: _update_adam_lists,
-}
-"""Of those without, on the CPU; without ``amsgrad``."""
+LIST_KERNELS: Final[dict[type[Optimizer], Kernel]] = {}
+"""Of those without, on the CPU; without ``amsgrad``. Empty where this torch lacks a function of lists."""
+if has_list_functions:
+    LIST_KERNELS[torch.optim.SGD] = _update_sgd_lists
+    LIST_KERNELS[torch.optim.Adam] = _update_adam_lists
+    LIST_KERNELS[torch.optim.AdamW] = _update_adam_lists
