@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = [
     "tests/core",
     "tests/data",
+    "tests/strategies/test_optimizer_step.py",
     "tests/test_trainer.py",
     "tests/test_trainer_arguments.py",
 ]
@@ -44,6 +45,7 @@ PRIVATE = [
     "tests/strategies/test_fsdp.py",
     "tests/strategies/test_groups.py",
     "tests/strategies/test_mesh.py",
+    "tests/strategies/test_optimizer_step.py",
     "tests/strategies/test_pipeline.py",
     "tests/test_trainer.py",
     "tests/verify/test_local_ranks.py",

@@ -105,6 +105,17 @@ def imported() -> list[Any]:
     return rows
 
 
+def test_without_a_function_of_lists_torchs_own_step_updates_small_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert strategies_private.has_list_functions
+    hide(monkeypatch, "torch", "_foreach_addcdiv_")
+    has_all = load(PACKAGE / "strategies" / "torch_private.py").has_list_functions
+    assert not has_all
+    monkeypatch.setattr(strategies_private, "has_list_functions", has_all)
+    assert load(PACKAGE / "strategies" / "update_kernels.py").LIST_KERNELS == {}
+
+
 @pytest.mark.parametrize(("file", "variable", "path"), looked_up())
 def test_a_missing_name_refuses_where_it_is_used(
     file: Path, variable: str, path: str, monkeypatch: pytest.MonkeyPatch

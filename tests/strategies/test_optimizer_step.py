@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import (
+    _use_grad_for_differentiable,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
@@ -21,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import trainer_kit as tk
 from tests.calls import python_calls
+from trainer_kit.strategies.gathered_step import find_gathered_update
 from trainer_kit.strategies.optimizer_step import direct_step, drop_gradients_of
 
 Make = Callable[[Any], Optimizer]
@@ -466,6 +468,234 @@ def test_parameters_that_share_memory_are_updated_in_turn() -> None:
             step()
         results.append(whole.clone())
     assert torch.equal(*results)
+
+
+def no_momentum(optimizer: Optimizer, weights: list[nn.Parameter]) -> None:
+    optimizer.state[weights[1]]["momentum_buffer"] = None
+
+
+def no_momenta(optimizer: Optimizer, weights: list[nn.Parameter]) -> None:
+    for weight in weights:
+        del optimizer.state[weight]["momentum_buffer"]
+
+
+def cleared_states(optimizer: Optimizer, weights: list[nn.Parameter]) -> None:
+    for weight in weights:
+        optimizer.state[weight].clear()
+
+
+def one_count(optimizer: Optimizer, weights: list[nn.Parameter]) -> None:
+    for weight in weights:
+        optimizer.state[weight]["step"] = optimizer.state[weights[0]]["step"]
+
+
+def narrow_weights(optimizer: Optimizer, weights: list[nn.Parameter]) -> None:
+    for weight in weights:
+        weight.data = weight.data.bfloat16()
+        weight.grad = weight.grad.bfloat16()
+
+
+def narrow_momentum(optimizer: Optimizer, weights: list[nn.Parameter]) -> None:
+    for state in optimizer.state.values():
+        state["momentum_buffer"] = state["momentum_buffer"].bfloat16()
+
+
+def narrow_gradients(optimizer: Optimizer, weights: list[nn.Parameter]) -> None:
+    for weight in weights:
+        gradient, weight.grad = weight.grad, None
+        weight.grad_dtype = torch.bfloat16  # type: ignore[attr-defined]
+        weight.grad = gradient.bfloat16()
+
+
+def tied_data(optimizer: Optimizer, weights: list[nn.Parameter]) -> None:
+    weights[1].data = weights[0].data
+
+
+def gradient_is_a_weight(optimizer: Optimizer, weights: list[nn.Parameter]) -> None:
+    weights[1].grad = weights[0].detach()
+
+
+def sparse_gradient(optimizer: Optimizer, weights: list[nn.Parameter]) -> None:
+    weights[1].grad = weights[1].grad.to_sparse()
+
+
+def lists_of_torch(optimizer: Optimizer, weights: list[nn.Parameter]) -> None:
+    # Then torch changes the gradients as well.
+    optimizer.param_groups[0].update(foreach=True, weight_decay=0)
+
+
+def numbers_as_tensors(optimizer: Optimizer, weights: list[nn.Parameter]) -> None:
+    optimizer.param_groups[0].update(momentum=torch.tensor(0.7))
+
+
+def entry_of_the_user(optimizer: Optimizer, weights: list[nn.Parameter]) -> None:
+    optimizer.param_groups[0]["betas"] = "mine"
+
+
+def other_class(optimizer: Optimizer, weights: list[nn.Parameter]) -> None:
+    class Signs(torch.optim.SGD):
+        step = step_by_signs
+
+    # torch wraps the step of a class where its first optimizer is made.
+    Signs([nn.Parameter(torch.ones(1))])
+    optimizer.__class__ = Signs
+
+
+def other_step_of_the_class(optimizer: Optimizer, weights: list[nn.Parameter]) -> None:
+    torch.optim.SGD.step = step_by_signs  # type: ignore[method-assign]
+    torch.optim.SGD([nn.Parameter(torch.ones(1))])
+
+
+def other_lists(optimizer: Optimizer, weights: list[nn.Parameter]) -> None:
+    gather = optimizer._init_group  # type: ignore[attr-defined]
+
+    def clipped(group: Any, parameters: Any, gradients: Any, *lists: Any) -> Any:
+        is_sparse = gather(group, parameters, gradients, *lists)
+        gradients[:] = [gradient.clamp(-0.1, 0.1) for gradient in gradients]
+        return is_sparse
+
+    optimizer._init_group = clipped  # type: ignore[attr-defined]
+
+
+@_use_grad_for_differentiable
+def step_by_signs(self: Optimizer, closure: Any = None) -> None:
+    for group in self.param_groups:
+        for weight in group["params"]:
+            weight.sub_(weight.grad.sign(), alpha=0.01)
+
+
+Interfere = Callable[[Optimizer, list[nn.Parameter]], None]
+INTERFERENCES: list[tuple[str, Interfere]] = [
+    ("loop momentum", no_momentum),
+    ("momentum", no_momenta),
+    ("loop momentum", cleared_states),
+    ("loop adam", cleared_states),
+    ("adamw", cleared_states),
+    ("loop adam", one_count),
+    ("loop sgd", narrow_weights),
+    ("loop momentum", narrow_weights),
+    ("loop momentum", narrow_momentum),
+    ("loop sgd", narrow_gradients),
+    ("loop momentum", narrow_gradients),
+    ("loop sgd", tied_data),
+    ("loop adamw", tied_data),
+    ("loop adam", gradient_is_a_weight),
+    ("loop sgd", gradient_is_a_weight),
+    ("loop dampening", sparse_gradient),
+    ("loop momentum", lists_of_torch),
+    ("loop momentum", numbers_as_tensors),
+    ("loop momentum", entry_of_the_user),
+    ("momentum", entry_of_the_user),
+    ("loop sgd", other_class),
+    ("loop sgd", other_step_of_the_class),
+    ("sgd", other_class),
+    ("loop sgd", other_lists),
+]
+
+
+def interfered(kind: str, interfere: Interfere, direct: bool) -> tuple[Any, str]:
+    """Two weights, gradients and states after nine steps, the last six with the interference."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [nn.Parameter(torch.randn(8, generator=generator)) for _ in range(2)]
+    optimizer = GATHERED[kind](weights)
+    step = direct_step(optimizer) if direct else lambda: optimizer.step()
+    for turn in range(9):
+        for weight in weights:
+            gradient = torch.randn(8, generator=generator)
+            weight.grad = gradient.to(getattr(weight, "grad_dtype", weight.dtype))
+        if turn == 3 or (turn > 3 and interfere in IN_EVERY_STEP):
+            interfere(optimizer, weights)
+        step()
+    values = [weight.detach() for weight in weights]
+    gradients = [weight.grad.to_dense() for weight in weights]
+    return values + gradients, str(optimizer.state_dict())
+
+
+# What belongs to the gradients of one step.
+IN_EVERY_STEP = (gradient_is_a_weight, sparse_gradient)
+
+
+@pytest.mark.parametrize(("kind", "interfere"), INTERFERENCES)
+def test_whatever_other_code_does_the_result_is_that_of_torchs_step(
+    kind: str, interfere: Interfere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Put back after the test, and between the runs.
+    original = torch.optim.SGD.step
+    monkeypatch.setattr(torch.optim.SGD, "step", original)
+    expected, expected_state = interfered(kind, interfere, direct=False)
+    monkeypatch.setattr(torch.optim.SGD, "step", original)
+    weights, state = interfered(kind, interfere, direct=True)
+    assert all(map(torch.equal, expected, weights))
+    assert state == expected_state
+
+
+def first_steps(make_weights: Callable[[], list[Any]], direct: bool) -> list[Tensor]:
+    weights = make_weights()
+    optimizer = torch.optim.SGD(weights, lr=0.1, weight_decay=0.5)
+    step = direct_step(optimizer) if direct else optimizer.step
+    for turn in range(4):
+        for index, weight in enumerate(weights):
+            weight.grad = weight.detach() * (0.1 + turn + index)
+        step()
+    return [weight.detach().to_dense() for weight in weights]
+
+
+def aliases() -> list[nn.Parameter]:
+    values = torch.arange(4.0).numpy()
+    return [nn.Parameter(torch.from_numpy(values)) for _ in range(2)]
+
+
+def empty_ones() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(size)) for size in (0, 0, 3)]
+
+
+@pytest.mark.parametrize(
+    "make_weights",
+    [
+        aliases,
+        empty_ones,
+        lambda: [nn.Parameter(torch.eye(3).to_sparse())],
+    ],
+)
+def test_weights_without_memory_of_their_own(
+    make_weights: Callable[[], list[Any]],
+) -> None:
+    expected = first_steps(make_weights, direct=False)
+    weights = first_steps(make_weights, direct=True)
+    assert all(map(torch.equal, expected, weights))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", ["to_sparse_csr", "to_mkldnn"])
+def test_other_layouts_are_left_to_torch(layout: str) -> None:
+    if layout == "to_mkldnn" and not torch.backends.mkldnn.is_available():
+        pytest.skip("without mkldnn")
+    weight = nn.Parameter(getattr(torch.eye(3), layout)())
+    assert find_gathered_update(torch.optim.SGD([weight], lr=0.1)) is None
+
+
+def test_a_step_that_was_replaced_before_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.optim.SGD, "step", step_by_signs)
+    expected, _ = interfered("loop sgd", lambda *_: None, direct=False)
+    weights, _ = interfered("loop sgd", lambda *_: None, direct=True)
+    assert all(map(torch.equal, expected, weights))
+
+
+def test_a_function_of_torch_that_was_replaced_before_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sgd_module = importlib.import_module("torch.optim.sgd")
+    update, calls = sgd_module.sgd, []
+
+    def noted(*arguments: Any, **options: Any) -> None:
+        calls.append(1)
+        update(*arguments, **options)
+
+    monkeypatch.setattr(sgd_module, "sgd", noted)
+    interfered("loop momentum", lambda *_: None, direct=True)
+    assert len(calls) == 9
 
 
 def test_a_wrapper_of_the_class_with_torchs_marks_is_called(
