@@ -576,7 +576,7 @@ INTERFERENCES: list[tuple[str, Interfere]] = [
     ("loop momentum", narrow_weights),
     ("loop momentum", narrow_momentum),
     ("loop sgd", narrow_gradients),
-    ("loop momentum", narrow_gradients),
+    ("loop dampening", narrow_gradients),
     ("loop sgd", tied_data),
     ("loop adamw", tied_data),
     ("loop adam", gradient_is_a_weight),
@@ -627,6 +627,22 @@ def test_whatever_other_code_does_the_result_is_that_of_torchs_step(
     weights, state = interfered(kind, interfere, direct=True)
     assert all(map(torch.equal, expected, weights))
     assert state == expected_state
+
+
+def test_a_sparse_gradient_is_refused_before_anything_is_changed() -> None:
+    states = []
+    for direct in (False, True):
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.Adam([weight])
+        step = direct_step(optimizer) if direct else optimizer.step
+        for _ in range(3):
+            weight.grad = torch.ones(3)
+            step()
+        weight.grad = torch.ones(3).to_sparse()
+        with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+            step()
+        states.append(str(optimizer.state_dict()))
+    assert states[0] == states[1]
 
 
 def first_steps(make_weights: Callable[[], list[Any]], direct: bool) -> list[Tensor]:
