@@ -18,6 +18,12 @@ import torch
 import trainer_kit
 from trainer_kit.core.errors import LogError
 from trainer_kit.loggers import JSONLLogger, read_journal
+from trainer_kit.report.history import History
+
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(Path(trainer_kit.__file__).parent.parent),
+}
 
 
 def test_each_logged_line_is_written_at_once(tmp_path):
@@ -79,7 +85,7 @@ def test_hyperparameters_already_in_the_file_are_not_repeated(tmp_path):
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 1, "ti', b"x" * 200_000])
-def test_a_torn_last_line_is_ignored_and_then_cut_off(tmp_path, torn):
+def test_a_torn_last_line_is_ignored_and_then_ended(tmp_path, torn):
     logger = JSONLLogger(tmp_path, version=0)
     logger.log_metrics({"a": 1.0}, 0)
     with open(logger.path, "ab") as file:
@@ -90,9 +96,12 @@ def test_a_torn_last_line_is_ignored_and_then_cut_off(tmp_path, torn):
         (0, 1.0),
         (1, 2.0),
     ]
+    # Bytes that another process may be writing are never cut.
+    assert torn in logger.path.read_bytes()
+    assert History.read(logger.log_dir)[1] == {"step": 1, "a": 2.0}
 
 
-def test_a_file_of_one_torn_line_becomes_empty(tmp_path):
+def test_a_file_of_one_torn_line_has_no_records(tmp_path):
     logger = JSONLLogger(tmp_path, name="", version="")
     logger.path.write_bytes(b'{"st')
     assert read_journal(logger.path) == []
@@ -129,7 +138,7 @@ def test_a_full_disk_costs_one_line_and_never_a_torn_one(tmp_path):
             resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, hard))
             with pytest.raises(OSError):  # noqa: PT011 (the kernel's words differ)
                 logger.log_metrics({"a": 2.0}, 1)
-            assert logger.path.stat().st_size == size
+            assert [record["step"] for record in read_journal(logger.path)] == [0]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
@@ -140,18 +149,50 @@ def test_a_full_disk_costs_one_line_and_never_a_torn_one(tmp_path):
     ]
 
 
+WRITER = """
+import sys
+from trainer_kit.loggers import JSONLLogger
+logger, name, width = JSONLLogger(sys.argv[1], "", ""), sys.argv[2], int(sys.argv[3])
+values = {f"{name}_{number}": 0.5 for number in range(width)}
+print("ready", flush=True)
+sys.stdin.readline()
+for step in range(200):
+    logger.log_metrics(values, step)
+    assert logger.read_values(logger.line) == (values, step, logger.read_values(logger.line)[2])
+"""
+
+
+@pytest.mark.parametrize("width", [1, 500])
+def test_two_processes_append_to_one_file_and_lose_no_line(tmp_path, width):
+    writers = []
+    for name in ("training", "evaluation"):
+        command = [sys.executable, "-c", WRITER, str(tmp_path), name, str(width)]
+        writer = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENVIRONMENT
+        )
+        writers.append(writer)
+    for writer in writers:
+        assert writer.stdout.readline() == b"ready\n"
+    for writer in writers:
+        writer.stdin.write(b"\n")
+        writer.stdin.flush()
+    for writer in writers:
+        writer.communicate(timeout=60)
+        assert writer.returncode == 0
+    records = read_journal(tmp_path / "journal.jsonl")
+    for name in ("training", "evaluation"):
+        steps = [record["step"] for record in records if f"{name}_0" in record]
+        assert steps == list(range(200))
+
+
 def test_logged_values_survive_the_process(tmp_path):
     code = (
         "import os, sys; from trainer_kit.loggers import JSONLLogger; logger = JSONLLogger(sys.argv[1], '', '')\n"
         "for step in range(5): logger.log_metrics({'a': step / 2}, step)\n"
         "os.kill(os.getpid(), 9)"
     )
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(trainer_kit.__file__).parent.parent),
-    }
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], timeout=60, env=environment
+        [sys.executable, "-c", code, str(tmp_path)], timeout=60, env=ENVIRONMENT
     )
     assert done.returncode == -signal.SIGKILL
     records = read_journal(tmp_path / "journal.jsonl")

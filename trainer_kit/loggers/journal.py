@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Final, final
+from typing import Final, final
 
 from trainer_kit.core.errors import LogError
 from trainer_kit.core.types import JsonObject, StateDict
@@ -31,14 +31,21 @@ _SPECIAL: Final = {
 }
 
 
+_INCOMPLETE: Final = b" <incomplete>\n"
+"""Ends a line that a crash or a full disk has cut; no JSON object ends so."""
+_WRITE_SECONDS: Final = 0.01
+"""Seconds after which another process has written the line that it was writing."""
+
+
 @final
 class JSONLLogger(DirectoryLogger):
     """Write ``journal.jsonl``: one JSON object per line, with ``step``, ``time`` and the metrics.
 
     Every call appends one complete line without buffering, so logged values survive a crash of the process.
     Hyperparameters are a line ``{"time": …, "hparams": {…}}``. NaN and infinities are the texts ``"NaN"``,
-    ``"Infinity"`` and ``"-Infinity"``. A Trainer adds the samples and tokens so far as ``counts``. If a machine crash
-    left an incomplete last line, reopening the file removes it.
+    ``"Infinity"`` and ``"-Infinity"``. A Trainer adds the samples and tokens so far as ``counts``. Several processes of
+    one machine can append to one file. A line that a crash or a full disk has cut stays, and is ended by
+    ``<incomplete>``.
 
     Args:
         save_dir: the directory of all experiments.
@@ -159,17 +166,16 @@ class JSONLLogger(DirectoryLogger):
     def _append(self, record: Mapping[str, object]) -> None:
         text = json.dumps(plain(record), ensure_ascii=False, allow_nan=False)
         line = f"{text}\n".encode()
-        file = self._open()
+        file, end_of_previous = self._open()
+        addition = end_of_previous + line
         # One system call for a whole line: a process that is killed leaves all of it or nothing.
-        written = os.write(file, line)
+        written = os.write(file, addition)
         line_end = os.lseek(file, 0, os.SEEK_CUR)
-        # Where the line really is: an evaluation beside the run may have appended one meanwhile.
-        line_start = line_end - written
-        if written != len(line):
-            # A full disk takes the start of a line; without the cut, the next record would be glued to it.
-            os.ftruncate(file, line_start)
+        if written != len(addition):
+            # What the full disk took stays: to cut it could cut a line that another process has appended.
             raise OSError(f"{self.path}: no space left for a line of {len(line)} bytes")
-        self.line = line_start
+        # Where the line really is: an evaluation beside the run may have appended one meanwhile.
+        self.line = line_end - len(line)
         self._size = line_end
 
     def read_values(self, line: int) -> tuple[JsonObject, int, float]:
@@ -205,15 +211,18 @@ class JSONLLogger(DirectoryLogger):
         }
         return metrics, step, logged_time
 
-    def _open(self) -> int:
-        """Return the open file; reopen it if it was moved or another process wrote to it."""
+    def _open(self) -> tuple[int, bytes]:
+        """Return the open file, and what ends an incomplete last line of it.
+
+        It is opened again if it was moved, or does not end with the last line of this logger.
+        """
         path = self._path
         if self._file is not None and path is not None:
             try:
                 # A stat for each line: a run that was moved or copied back must not be written to the old file.
                 status = os.stat(path)
                 if (status.st_ino, status.st_size) == (self._inode, self._size):
-                    return self._file
+                    return self._file, b""
             except FileNotFoundError:
                 pass
             self._close()
@@ -221,11 +230,10 @@ class JSONLLogger(DirectoryLogger):
         self._path = os.fspath(self.path)
         # A bare descriptor: a logger that is never finalized causes no ResourceWarning.
         self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
-        # Before the first line of this process: an incomplete line of a crash would swallow it.
-        with open(self._file, "r+b", buffering=0, closefd=False) as stream:
-            self._size = _cut_torn_line(stream)
         self._inode = os.fstat(self._file).st_ino
-        return self._file
+        if _ends_torn(self._file):
+            return self._file, _INCOMPLETE
+        return self._file, b""
 
     def _close(self) -> None:
         if self._file is not None:
@@ -241,26 +249,25 @@ class JSONLLogger(DirectoryLogger):
             self._close()
 
 
-def _cut_torn_line(file: IO[bytes]) -> int:
-    """Truncate the file after the last newline; returns its new length in bytes."""
-    size = file.seek(0, os.SEEK_END)
-    length = size
-    # Backwards in blocks: a journal may have gigabytes, and the last line is short.
-    while length > 0:
-        start = max(0, length - 65536)
-        file.seek(start)
-        newline = file.read(length - start).rfind(b"\n")
-        # `rfind` returns -1 if there is no newline: the search goes on before `start`.
-        length = start + newline + 1
-        if newline >= 0:
-            break
-    if length != size:
-        file.truncate(length)
-    return length
+def _ends_torn(file: int) -> bool:
+    """Whether the last line is incomplete, and no other process is writing it."""
+    if _ends_with_newline(file):
+        return False
+    # The bytes of a line that another process appends are seen before its newline.
+    time.sleep(_WRITE_SECONDS)
+    return not _ends_with_newline(file)
+
+
+def _ends_with_newline(file: int) -> bool:
+    """Whether a file ends with a newline, or is empty."""
+    if os.lseek(file, 0, os.SEEK_END) == 0:
+        return True
+    os.lseek(file, -1, os.SEEK_END)
+    return os.read(file, 1) == b"\n"
 
 
 def read_journal(path: str | os.PathLike[str]) -> list[JsonObject]:
-    """The records of a journal, in the order they were written; a torn last line is left out.
+    """The records of a journal, in the order they were written; lines that a crash has cut are left out.
 
     Args:
         path: a ``journal.jsonl``.
@@ -269,7 +276,7 @@ def read_journal(path: str | os.PathLike[str]) -> list[JsonObject]:
         Dicts with ``step``, ``time`` (seconds since 1970) and the metrics as numbers, or with ``time`` and ``hparams``.
 
     Raises:
-        LogError: a line that is not the last cannot be read.
+        LogError: another line that is not the last cannot be read.
         OSError: the file cannot be read.
 
     Example:
@@ -286,6 +293,8 @@ def read_journal(path: str | os.PathLike[str]) -> list[JsonObject]:
     # The part after the last newline is empty, or an incomplete line: a run may be writing it right now.
     lines.pop()
     for number, line in enumerate(lines, 1):
+        if line.endswith(_INCOMPLETE.rstrip()):
+            continue
         try:
             records.append(journal_record(line))
         except ValueError as error:
