@@ -172,3 +172,4 @@ def call(*words: str) -> str:
 def test_mistakes(tmp_path):
     assert "not the directory of a run" in call(str(tmp_path))
     assert "no such option" in call(str(tmp_path), "--fellow").lower()
+    assert "--every needs --follow" in call(str(tmp_path), "--every", "1")

@@ -237,7 +237,11 @@ def test_records_that_are_damaged_cost_their_own_time(tmp_path):
     assert (result.exit_code, "no account of time" in result.output) == (0, True)
 
 
-def test_the_table_replaces_the_page(tmp_path):
+@pytest.mark.parametrize(
+    "words", [["--open"], ["--watch"], ["--every", "5"], ["--output", "page.html"]]
+)
+def test_the_table_replaces_the_page(tmp_path, words):
     append_event(tmp_path, "start", 0, stage="fit", run="r")
-    result = CliRunner().invoke(main, ["report", str(tmp_path), "--goodput", "--open"])
-    assert (result.exit_code, "writes no page" in result.output) == (2, True)
+    result = CliRunner().invoke(main, ["report", str(tmp_path), "--goodput", *words])
+    assert result.exit_code == 2
+    assert f"writes no page: leave {words[0]} out" in result.output

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import click
 
-from trainer_kit.commands.terminal import FilePath
+from trainer_kit.commands.terminal import FilePath, refuse_options
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.types import Keywords
@@ -66,6 +66,8 @@ def evaluate(
     """
     from trainer_kit.checkpoint.lock import DirectoryLock
 
+    if not follow:
+        refuse_options(["every"], "{} needs --follow")
     lock = DirectoryLock(run / _LOCK)
     try:
         # The script's own output is not that of this command.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainer_kit.commands.terminal import FilePath
+from trainer_kit.commands.terminal import FilePath, refuse_options
 from trainer_kit.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -65,13 +65,13 @@ def report(
     from trainer_kit.report.collect import RunDirectory, find_runs
     from trainer_kit.report.page import REPORT, write_report
 
+    if goodput:
+        options = ["output", "opens", "watch", "every"]
+        refuse_options(options, "--goodput prints, and writes no page: leave {} out")
+    elif not watch:
+        refuse_options(["every"], "{} needs --watch")
     directories = [RunDirectory(directory) for directory in find_runs(runs or [Path()])]
     if goodput:
-        if output or opens or watch:
-            raise ConfigurationError(
-                "--goodput prints, and writes no page",
-                fix="leave out --output, --open and --watch",
-            )
         for run in directories:
             run.read_events()
             _print_goodput(run)

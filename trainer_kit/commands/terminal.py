@@ -1,18 +1,19 @@
-"""Input of commands: paths, and questions as lists for arrow keys, or as numbered lists without a terminal."""
+"""Input of commands: paths, options, and questions as lists for arrow keys, or as numbered lists without a terminal."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import click
+from click.core import ParameterSource
 
-__all__ = ["FilePath", "OutputPath", "ask", "choose", "table"]
+__all__ = ["FilePath", "OutputPath", "ask", "choose", "refuse_options", "table"]
 
 # Arrow keys are sequences that begin with ESC [ or, in a terminal's application mode, with ESC O.
 _KEY: Final = re.compile(r"\x1b[\[O][A-D]|.", re.DOTALL)
@@ -51,6 +52,22 @@ class OutputPath(FilePath):
         if not os.access(directory, os.W_OK):
             self.fail(f"{directory} is not a writable directory", parameter, context)
         return path
+
+
+def refuse_options(names: Collection[str], problem: str) -> None:
+    """Raise `click.UsageError` if an option was passed that has no effect in this call.
+
+    Args:
+        names: of the command's parameters for these options.
+        problem: the message; ``{}`` stands for the option.
+    """
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        name = parameter.name
+        if name is None or name not in names:
+            continue
+        if context.get_parameter_source(name) != ParameterSource.DEFAULT:
+            raise click.UsageError(problem.format(parameter.opts[0]))
 
 
 def ask(question: str, default: str | None, read: Callable[[str], Any]) -> Any:

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 import click
-from click.core import ParameterSource
 
-from trainer_kit.commands.terminal import FilePath, OutputPath
+from trainer_kit.commands.terminal import FilePath, OutputPath, refuse_options
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import TrainerKitError
 from trainer_kit.core.types import Keywords
@@ -91,8 +90,10 @@ def verify(
     something does, and with 2 where it could not be checked.
     """
     need_wing("verify", "trainer-kit verify")
-    _refuse_unused_options(data)
-    if data:
+    if not data:
+        refuse_options(["batches"], "{} needs --data")
+    else:
+        refuse_options(_TRAINING_ONLY, "--data reads loaders only: leave {} out")
         _verify_data(script, arguments, devices or 2, batches, as_json)
     from trainer_kit.commands.script import captured_fit
     from trainer_kit.trainer import Trainer
@@ -144,20 +145,6 @@ _TRAINING_ONLY: Final = (
     "local",
     "html",
 )
-
-
-def _refuse_unused_options(data: bool) -> None:
-    """Raise `click.UsageError` if an option was passed that has no effect."""
-    context = click.get_current_context()
-    for name in (*_TRAINING_ONLY, "batches"):
-        belongs_to_data = name == "batches"
-        is_used = belongs_to_data == data
-        passed = context.get_parameter_source(name) != ParameterSource.DEFAULT
-        if is_used or not passed:
-            continue
-        if belongs_to_data:
-            raise click.UsageError("--batches needs --data")
-        raise click.UsageError(f"--data reads loaders only: leave --{name} out")
 
 
 def _verify_data(
