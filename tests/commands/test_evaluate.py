@@ -13,7 +13,7 @@ from trainer_kit.commands.main import main
 from trainer_kit.loggers import JSONLLogger, read_journal
 
 RUN = """
-import os, pathlib, signal, sys, time
+import os, pathlib, shutil, signal, sys, time
 import torch
 import trainer_kit as tk
 from trainer_kit.commands.main import main
@@ -27,6 +27,19 @@ class Net(TinyModule):
 
     def forward(self, x):
         return super().forward(self.norm(x))
+
+    def setup(self, stage):
+        mishap = os.environ.get("MISHAP")
+        if os.environ.get("ROLE") != "captured" or mishap is None:
+            return
+        # Between the look for checkpoints and the load of the first one.
+        del os.environ["MISHAP"]
+        first, last = (next(pathlib.Path("checkpoints").glob(f"*{step:08}")) for step in (3, 12))
+        if mishap == "fails":
+            raise OSError("the data is gone\\nwhat follows is not shown")
+        shutil.rmtree(first)
+        if mishap == "replaced before":
+            shutil.copytree(last, first)
 
     def training_step(self, batch, batch_idx):
         time.sleep(float(os.environ.get("SLOW", "0")))
@@ -142,6 +155,123 @@ def test_a_run_is_followed_until_it_has_finished(
         if "train_loss" in record
     ]
     assert steps == list(range(1, 13))
+
+
+@pytest.mark.parametrize(
+    ("mishap", "line", "total"),
+    [
+        (
+            "deleted before",
+            "step 3: deleted by the run before it was evaluated",
+            "2 checkpoints evaluated in run, 1 deleted before, 1 failed",
+        ),
+        (
+            "replaced before",
+            "step 3: replaced by the run before it was evaluated",
+            "2 checkpoints evaluated in run, 1 replaced before, 1 failed",
+        ),
+        (
+            "fails",
+            "step 3: not evaluated: the data is gone",
+            "2 checkpoints evaluated in run, 2 failed",
+        ),
+    ],
+    ids=["deleted", "replaced", "fails"],
+)
+def test_a_checkpoint_that_cannot_be_evaluated_costs_its_own_values(
+    programs, tmp_path, script, monkeypatch, mishap, line, total
+):
+    train(programs, monkeypatch, tmp_path / "blocking", script, "blocking")
+    train(programs, monkeypatch, tmp_path / "beside", script, "beside")
+    (damaged,) = Path("checkpoints").glob("*00000006")
+    weights = bytearray((damaged / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (damaged / "model.safetensors").write_bytes(weights)
+    roles = {**os.environ, "ROLE": "evaluate", "MISHAP": mishap}
+    evaluated = programs.run(script, environment=roles)
+    assert evaluated.returncode == 1, evaluated.stderr
+    lines = evaluated.stdout.splitlines()
+    assert lines[0] == line
+    assert lines[1].startswith("step 6: not evaluated: ")
+    assert "model.safetensors" in lines[1]
+    assert lines[-1] == total
+    # Each of the others, and the copy of the last one, has the values of its own weights.
+    expected = validations(tmp_path / "blocking")
+    assert validations(tmp_path / "beside") == expected[2:]
+
+
+TWO_FITS = """
+import os, pathlib, sys, time
+import torch
+import trainer_kit as tk
+from trainer_kit.commands.main import main
+from trainer_kit.loggers import JSONLLogger
+from trainer_kit.testing import TinyModule
+
+def wait_for(pattern):
+    while not list(pathlib.Path().glob(pattern)):
+        time.sleep(0.02)
+
+class Net(TinyModule):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 4:
+            wait_for("evaluating")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        # The second fit has ended before the first checkpoint of the first one is evaluated.
+        pathlib.Path("evaluating").touch()
+        wait_for("checkpoints1/*00000008")
+        self.log("val_data", batch.mean())
+
+if os.environ["ROLE"] == "evaluate":
+    wait_for("checkpoints0/*00000004")
+    os.environ["ROLE"] = "captured"
+    main(["evaluate", "run", "--follow", "--every", "0.1"])
+else:
+    for fit in range(2):
+        trainer = tk.Trainer(
+            max_steps=8, accelerator="cpu", devices=1, limit_val_batches=0, logger=JSONLLogger("run", "", ""),
+            enable_progress_bar=False, enable_model_summary=False,
+            callbacks=tk.callbacks.ModelCheckpoint(f"checkpoints{fit}", every_n_train_steps=4, save_top_k=-1),
+        )
+        trainer.fit(Net(), [torch.zeros(2, 32)] * 8, [torch.full((2, 32), fit + 1.0)])
+"""
+
+
+def test_checkpoints_of_a_second_fit_are_not_evaluated_with_the_first_ones_module(
+    programs, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "two.py"
+    script.write_text(TWO_FITS)
+    roles = [{**os.environ, "ROLE": role} for role in ("train", "evaluate")]
+    trained, evaluated = programs.run_together(roles, script)
+    assert trained.returncode == 0, trained.stderr
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert evaluated.stdout.splitlines() == [
+        "step 4: val_data 1",
+        "step 8: val_data 1",
+        "a later fit has begun: its checkpoints are not evaluated",
+        "2 checkpoints evaluated in run",
+    ]
+    values = [
+        (record["step"], record["val_data"])
+        for record in read_journal("run/journal.jsonl")
+        if "val_data" in record
+    ]
+    assert values == [(4, 1.0), (8, 1.0)]
+
+
+def test_masked_arguments_are_not_passed_to_the_script(
+    programs, tmp_path, script, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    trained = programs.run(script, "beside", "--api-key", "abc")
+    assert trained.returncode == 0, trained.stderr
+    message = call("run")
+    assert "beside --api-key ***" in message
+    assert "trainer-kit evaluate run -- ARGUMENTS" in message
 
 
 def test_a_line_of_another_process_does_not_move_those_of_this_one(
