@@ -16,6 +16,7 @@ import click
 from trainer_kit.commands.terminal import FilePath, refuse_options
 from trainer_kit.core.display import MASK, plural
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
+from trainer_kit.core.location import locate
 from trainer_kit.core.types import Keywords
 
 if TYPE_CHECKING:
@@ -80,11 +81,11 @@ def evaluate(
             evaluator = _open_evaluator(run, arguments, device)
         while True:
             # Before the checkpoints: those of a fit that has ended are all there.
-            end = evaluator.end_of_fit()
+            ending = evaluator.end_of_fit()
             # Looked for again after each evaluation, during which the run may have deleted or replaced some.
             while checkpoint := next(evaluator.pending(), None):
                 click.echo(evaluator.evaluate(checkpoint))
-            if end or not follow:
+            if ending or not follow:
                 break
             time.sleep(every)
     finally:
@@ -92,8 +93,8 @@ def evaluate(
         # That of a process that was killed is left to the next one.
         with contextlib.suppress(OSError):
             (run / _LOCK).rmdir()
-    if end == _LATER_FIT:
-        click.echo(f"{end}: its checkpoints are not evaluated")
+    if ending == _LATER_FIT:
+        click.echo(f"{ending}: its checkpoints are not evaluated")
     click.echo(
         f"{plural(len(evaluator.commits), 'checkpoint')} evaluated in {run}{evaluator.describe_skipped()}"
     )
@@ -102,11 +103,24 @@ def evaluate(
 
 
 @final
-@dataclass
 class _LoadedCommit:
-    """The number of the commit whose weights the Trainer has loaded last."""
+    """The number of the commit whose weights the Trainer has loaded last; None if its manifest does not show it."""
 
-    number: int | None = None
+    def __init__(self) -> None:
+        self.number: int | None = None
+
+    def expect(self, number: int | None) -> None:
+        """Set the number of the commit that is to be loaded: a validation without batches calls no hook."""
+        self.number = number
+
+    def read(self, trainer: Session, module: object) -> None:
+        """Read the number after the load: the hook ``on_validation_start``."""
+        from trainer_kit.checkpoint.manifest import commit_number
+
+        path = trainer.ckpt_path
+        # Every validation of this command loads a checkpoint.
+        assert path is not None
+        self.number = commit_number(locate(path))
 
 
 @final
@@ -172,7 +186,7 @@ class _Evaluator:
         name = f"step {checkpoint.step}"
         # What is read between two equal numbers is of one commit; after the load nothing more is read.
         before = commit_number(checkpoint.path)
-        self.loaded.number = before
+        self.loaded.expect(before)
         try:
             step = _read_step(checkpoint)
             counts = _read_counts(checkpoint)
@@ -213,9 +227,7 @@ class _Evaluator:
 
 
 def _open_evaluator(run: Path, arguments: tuple[str, ...], device: str) -> _Evaluator:
-    from trainer_kit.checkpoint.manifest import commit_number
     from trainer_kit.commands.script import captured_fit
-    from trainer_kit.core.location import locate
     from trainer_kit.loggers.journal import JSONLLogger
     from trainer_kit.trainer import Trainer
 
@@ -246,11 +258,7 @@ def _open_evaluator(run: Path, arguments: tuple[str, ...], device: str) -> _Eval
         options["limit_val_batches"] = 1.0
     trainer = Trainer(**{**fit.arguments, **options})
     loaded = _LoadedCommit()
-
-    @trainer.on("validation_start")
-    def note_commit(trainer: Any, module: object) -> None:
-        loaded.number = commit_number(locate(trainer.ckpt_path))
-
+    trainer.on("validation_start")(loaded.read)
     journal = JSONLLogger(run, "", "")
     commits = _evaluated_commits(journal)
     return _Evaluator(run, record, trainer, fit, journal, commits, {}, loaded)

@@ -59,7 +59,7 @@ def refuse_options(names: Collection[str], problem: str) -> None:
 
     Args:
         names: of the command's parameters for these options.
-        problem: the message; ``{}`` stands for the option.
+        problem: the message; ``{}`` is replaced by the option.
     """
     context = click.get_current_context()
     for parameter in context.command.params:
