@@ -11,10 +11,12 @@ from click.testing import CliRunner
 
 from tests.report.pages import curve, data_of
 from trainer_kit.commands.main import main
+from trainer_kit.core.progress import Progress
 from trainer_kit.report import RunDirectory
 from trainer_kit.report.events import append_event, read_events
 from trainer_kit.report.goodput import account_of_run
-from trainer_kit.step.time_account import PARTS
+from trainer_kit.report.pulse import Pulse, record_account, take_pulse
+from trainer_kit.step.time_account import PARTS, TimeAccount
 
 RUN = """
 import json, os, pathlib, signal, sys, time
@@ -245,3 +247,128 @@ def test_the_table_replaces_the_page(tmp_path, words):
     result = CliRunner().invoke(main, ["report", str(tmp_path), "--goodput", *words])
     assert result.exit_code == 2
     assert f"writes no page: leave {words[0]} out" in result.output
+
+
+FRAGILE = """
+import os, pathlib, signal, sys, threading, warnings
+import torch
+import trainer_kit as tk
+from trainer_kit.loggers import JSONLLogger
+from trainer_kit.report import pulse
+from trainer_kit.report.running import RunReport
+from trainer_kit.testing import TinyModule
+
+FAULT = sys.argv[1]
+unlink = pathlib.Path.unlink
+keep_account = RunReport.keep_account
+
+def die(*values, **options):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def die_at_account(path, *values, **options):
+    if path.name == "account.json":
+        die()
+    unlink(path, *values, **options)
+
+def keep_account_and_die_at_end(self, *values):
+    keep_account(self, *values)
+    if FAULT == "before unlink at end":
+        pathlib.Path.unlink = die_at_account
+    else:
+        pulse.append_event = die
+
+class Net(TinyModule):
+    def training_step(self, batch, batch_idx):
+        if FAULT == "step" and self.global_step == 3:
+            die()
+        return super().training_step(batch, batch_idx)
+
+if FAULT == "before unlink at begin":
+    pathlib.Path.unlink = die_at_account
+if FAULT == "before keep_account":
+    RunReport.keep_account = die
+if FAULT.endswith("at end"):
+    RunReport.keep_account = keep_account_and_die_at_end
+
+trainer = tk.Trainer(
+    max_steps=5, accelerator="cpu", devices=1, logger=JSONLLogger("run", "", ""), enable_progress_bar=False,
+    enable_model_summary=False, enable_checkpointing=False,
+)
+trainer.fit(Net(), [torch.zeros(2, 32)] * 5)
+files = [os.readlink(file) for file in map(str, pathlib.Path("/proc/self/fd").iterdir()) if os.path.lexists(file)]
+print("open:", [file for file in files if file.endswith("account.json")])
+print("threads:", [thread.name for thread in threading.enumerate() if "time account" in thread.name])
+"""
+
+
+@pytest.mark.parametrize(
+    ("faults", "starts"),
+    [
+        (["step", "before unlink at begin"], 2),
+        (["step", "before keep_account", "before keep_account"], 2),
+        (["before unlink at end"], 2),
+        (["before append at end"], 2),
+    ],
+)
+def test_a_kill_between_two_records_counts_no_start_twice_and_loses_none(
+    programs, tmp_path, faults, starts
+):
+    script = tmp_path / "run.py"
+    script.write_text(FRAGILE)
+    begun = time.time()
+    for fault in faults:
+        killed = programs.run(script, fault)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+    finished = programs.run(script, "none")
+    assert finished.returncode == 0, finished.stderr
+    assert "could not be written" not in finished.stdout
+    run = RunDirectory(tmp_path / "run")
+    run.read()
+    # Each start begins at step 0 here, so each may be a fit of its own in the directory.
+    accounts = [account for account in run.goodputs() if account is not None]
+    assert sum(account.starts for account in accounts) == starts
+    assert sum(account.total for account in accounts) <= time.time() - begun + 0.02
+    assert not (tmp_path / "run" / "account.json").exists()
+
+
+def test_an_account_that_cannot_be_written_ends_no_run_and_says_so(programs, tmp_path):
+    script = tmp_path / "run.py"
+    script.write_text(FRAGILE)
+    (tmp_path / "run" / "account.json").mkdir(parents=True)
+    finished = programs.run(script, "none")
+    assert finished.returncode == 0, finished.stderr
+    text = finished.stdout + finished.stderr
+    assert "the time account could not be written: IsADirectoryError" in text
+    assert "report.html could not be written" not in text
+    assert "open: []" in text
+    assert "threads: []" in text
+    # Only a kill would have lost it.
+    assert read_account(tmp_path / "run").starts == 1
+
+
+def test_an_account_is_written_as_soon_as_that_is_possible(tmp_path):
+    (tmp_path / "account.json").mkdir()
+    account = TimeAccount(Progress(), lambda: 0.0)
+    pulse = Pulse(tmp_path, account, time.time())
+    assert isinstance(pulse.problem, IsADirectoryError)
+    (tmp_path / "account.json").rmdir()
+    while take_pulse(tmp_path) is None:
+        time.sleep(0.01)
+    record = pulse.stop()
+    assert pulse.problem is None
+    # It stays until its event is recorded.
+    assert take_pulse(tmp_path) == record
+    record_account(tmp_path, record)
+    assert take_pulse(tmp_path) is None
+    assert read_events(tmp_path)[-1]["seconds"] == record["seconds"]
+
+
+def test_a_journal_of_events_that_cannot_be_written_ends_no_run(programs, tmp_path):
+    script = tmp_path / "run.py"
+    script.write_text(FRAGILE)
+    (tmp_path / "run" / "events.jsonl").mkdir(parents=True)
+    finished = programs.run(script, "none")
+    assert finished.returncode == 0, finished.stderr
+    assert "could not be written: IsADirectoryError" in finished.stdout
+    assert "open: []" in finished.stdout
+    assert "threads: []" in finished.stdout

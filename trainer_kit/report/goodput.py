@@ -99,6 +99,8 @@ class _Life:
         self._hung_at: float | None = None
         # Whether a fit has started whose account is not recorded yet.
         self._fit_is_open = False
+        # Process and begin of each start that was added.
+        self._added: list[tuple[object, object]] = []
         # When an evaluation by itself (`validate`, `test`) began.
         self._evaluation_start: float | None = None
 
@@ -132,8 +134,11 @@ class _Life:
 
     def add_account(self, record: JsonObject) -> None:
         """Add what one process has measured, and the time since the last one."""
-        if not _is_account(record):
+        start = record.get("process"), record.get("begun")
+        # A process that was killed between its event and the removal of its file has left both.
+        if not _is_account(record) or start in self._added:
             return
+        self._added.append(start)
         self._fit_is_open = False
         if not self.starts:
             self.begun = self.until = record["begun"]

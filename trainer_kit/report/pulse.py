@@ -8,7 +8,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, final
+from typing import BinaryIO, Final, final
 
 from trainer_kit.core.types import JsonObject
 from trainer_kit.hang.stacks import start_time
@@ -36,8 +36,7 @@ class Pulse:
         account: of the fit.
         begun: when the process, or this fit of it, began, in seconds since 1970.
 
-    Raises:
-        OSError: the file cannot be written.
+    A file that cannot be written is tried again each second: it matters only if the process is killed.
     """
 
     def __init__(self, directory: Path, account: TimeAccount, begun: float) -> None:
@@ -47,31 +46,41 @@ class Pulse:
         self._position: object = None
         self._record: JsonObject = {}
         self._path = directory / PULSE
-        # Opened once: a thread that opens files would disturb who watches the files of a run.
-        file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        self._file = os.fdopen(file, "wb", buffering=0)
+        self._file: BinaryIO | None = None
+        self._problem: OSError | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._beat, name="trainer_kit time account", daemon=True
         )
-        self.write()
+        self._write(self._next_record())
         self._thread.start()
 
+    @property
+    def problem(self) -> OSError | None:
+        """Why the last record is not in the file; None: it is."""
+        return self._problem
+
     def stop(self) -> JsonObject:
-        """End the thread, and return the last record; the file is deleted."""
+        """End the thread, and return the last record, which stays in the file until `record_account`."""
         self._stop.set()
         self._thread.join()
         record = self._next_record()
-        self._file.close()
-        with suppress(OSError):
-            self._path.unlink()
+        self._write(record)
+        if self._file is not None:
+            self._file.close()
         return record
 
-    def write(self) -> None:
-        """Write the record of now."""
-        line = json.dumps(self._next_record()).ljust(_LENGTH - 1) + "\n"
-        self._file.seek(0)
-        self._file.write(line.encode())
+    def _write(self, record: JsonObject) -> None:
+        line = json.dumps(record).ljust(_LENGTH - 1) + "\n"
+        try:
+            # Opened once: a thread that opens files would disturb who watches the files of a run.
+            if self._file is None:
+                self._file = _create(self._path)
+            self._file.seek(0)
+            self._file.write(line.encode())
+            self._problem = None
+        except OSError as error:
+            self._problem = error
 
     def _next_record(self) -> JsonObject:
         seconds = self._account.seconds()
@@ -93,9 +102,12 @@ class Pulse:
 
     def _beat(self) -> None:
         while not self._stop.wait(_INTERVAL):
-            # A full disk now costs the times of a kill that comes before there is space.
-            with suppress(OSError):
-                self.write()
+            self._write(self._next_record())
+
+
+def _create(path: Path) -> BinaryIO:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    return os.fdopen(file, "wb", buffering=0)
 
 
 def take_pulse(directory: Path) -> JsonObject | None:
@@ -109,14 +121,17 @@ def take_pulse(directory: Path) -> JsonObject | None:
 
 
 def record_account(directory: Path, record: JsonObject) -> None:
-    """Append a record to the events of the run.
+    """Append a record to the events of the run, and delete the file that it was kept in.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written; the file stays for the next start.
     """
     facts = dict(record)
     step = facts.pop("step")
     append_event(directory, "account", step, **facts)
+    # In this order: a kill between the two leaves the record twice, and a reader counts it once.
+    with suppress(OSError):
+        (directory / PULSE).unlink()
 
 
 def process_start() -> float:

@@ -35,6 +35,8 @@ _TIME_SHARE: Final = 0.02
 """The largest share of time for writing pages."""
 _MAX_LINES: Final = 1000
 """The most warnings and notes of one fit."""
+_ACCOUNT: Final = "the time account"
+"""Name of the account in a message."""
 _MAX_TRACEBACK: Final = 20_000
 """The most characters of a traceback."""
 
@@ -111,8 +113,12 @@ class RunReport:
     def _record_last_account(self) -> None:
         """Record what the last process could not record at its end, because it was killed."""
         record = take_pulse(self.directory)
-        if record is not None:
+        if record is None:
+            return
+        try:
             record_account(self.directory, record)
+        except Exception as error:
+            self._failed(error, _ACCOUNT)
 
     def keep_account(self, account: TimeAccount, begun: float) -> None:
         """Continue the time account of the run; it is recorded from here until the end.
@@ -135,7 +141,7 @@ class RunReport:
             account.continue_run(time.time() - begun, farthest, earlier_seconds)
             self._pulse = Pulse(self.directory, account, begun)
         except Exception as error:
-            self._failed(error)
+            self._failed(error, _ACCOUNT)
 
     def note(self, kind: str, text: str) -> None:
         """Record a line about the run.
@@ -181,17 +187,17 @@ class RunReport:
         self._end_account()
         self._close(self._run, status, exception, seconds)
         if self._problem:
-            self._say(
-                f"{self.directory / REPORT} could not be written: {self._problem}"
-            )
+            self._say(self._problem)
 
     def _end_account(self) -> None:
         if self._pulse is None:
             return
         try:
             record_account(self.directory, self._pulse.stop())
+            if self._pulse.problem is not None:
+                raise self._pulse.problem
         except Exception as problem:
-            self._failed(problem)
+            self._failed(problem, _ACCOUNT)
 
     def end_by_hang(self, text: str, stacks: str) -> None:
         """Record that the watchdog ends the run, and write the last page; its thread calls this, on any rank.
@@ -265,9 +271,12 @@ class RunReport:
             seconds = time.thread_time() - start
             wait = max(_INTERVAL, seconds / _TIME_SHARE)
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: Exception, name: str = "") -> None:
+        """Keep what could not be written, and why; without a name it is the page."""
+        name = name or str(self.directory / REPORT)
+        text = f"{name} could not be written: {type(error).__name__}: {error}"
         # The first one: later ones often follow from it.
-        self._problem = self._problem or f"{type(error).__name__}: {error}"
+        self._problem = self._problem or text
 
 
 def _process_facts(directory: Path, size: int) -> JsonObject:
