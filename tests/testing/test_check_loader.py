@@ -231,7 +231,7 @@ def test_nothing_checked_is_no_success() -> None:
     assert not report.ok
     assert report.checks[0].text == "an epoch without a batch"
     unchecked = LoaderCheck(
-        "samples", 0, 1, "not checked", "only the first 3 batches of an epoch are read"
+        "samples", 0, 1, "not checked", "limited to 3 batches of an epoch"
     )
     for empty in (LoaderReport([]), LoaderReport([unchecked])):
         assert not empty.ok

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import trainer_kit as tk
 from trainer_kit.core.errors import ConfigurationError
@@ -44,8 +45,16 @@ class Buffered:
     def load_state_dict(self, state):
         self.i = state["i"]
 
+class Undivided(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(torch.ones(6, 32))
+
 batches = [torch.full((2, 32), float(i)) for i in range(10)]
-loaders = {"list": batches, "state": Buffered(), "generator": (batch for batch in batches)}
+undivided = {
+    f"{workers} workers": torch.utils.data.DataLoader(Undivided(), batch_size=2, num_workers=workers)
+    for workers in (0, 2)
+}
+loaders = {**undivided, "list": batches, "state": Buffered(), "generator": (batch for batch in batches)}
 print("hello")
 tk.Trainer(max_epochs=2, strategy="fsdp", devices=64, accelerator="cuda").fit(TinyModule(), loaders[sys.argv[1]])
 print("trained")
@@ -74,6 +83,16 @@ def test_a_script_with_exact_data(verify):
     assert names[-1] == "other ranks"
     assert "hello" in ran.stderr
     assert "trained" not in ran.stderr
+
+
+@pytest.mark.slow
+def test_only_workers_that_the_script_uses_can_fail(verify):
+    ran = verify("--", "0 workers")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "advice      workers=2 ranks=1" in ran.stdout
+    ran = verify("--", "2 workers")
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert "fails       workers=2 ranks=1" in ran.stdout
 
 
 @pytest.mark.slow
@@ -188,7 +207,66 @@ def test_an_epoch_is_cut_where_it_is_long() -> None:
     assert TrainingData(limited, TinyModule(), loader, None).limit(6) == 3
     report = check(data, limit=5)
     report.raise_if_failed()
-    assert report.checks[1].text == "only the first 5 batches of an epoch are read"
+    assert report.checks[1].text == "limited to 5 batches of an epoch"
+
+
+def test_a_limit_of_one_batch_is_named() -> None:
+    loader = DataLoader(torch.arange(12.0), batch_size=2)
+    report = check_feeds(
+        TrainingData(trainer(), TinyModule(), loader, None).open_feed,
+        workers=[0],
+        ranks=[1],
+        limit=1,
+    )
+    assert report.checks[1].text == "limited to 1 batch of an epoch"
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"limit_train_batches": 1}, "limit_train_batches=1"),
+        ({"limit_train_batches": 0}, "limit_train_batches=0"),
+        ({"overfit_batches": 1}, "overfit_batches=1"),
+    ],
+)
+def test_an_epoch_without_a_position_to_resume_cannot_be_checked(
+    options: dict[str, Any], name: str
+) -> None:
+    loader = DataLoader(torch.arange(12.0), batch_size=2)
+    data = TrainingData(trainer(**options), TinyModule(), loader, None)
+    with pytest.raises(ConfigurationError, match=f"found: {name}"):
+        data.limit(6)
+
+
+def test_a_fraction_of_an_epoch_does_not_limit_the_check() -> None:
+    loader = DataLoader(torch.arange(12.0), batch_size=2)
+    for fraction in (0.5, 1.0):
+        limited = trainer(limit_train_batches=fraction)
+        data = TrainingData(limited, TinyModule(), loader, None)
+        assert data.limit(6) is None
+
+
+class Undivided(IterableDataset):
+    """Each worker reads all of it."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(8.0))
+
+
+def test_workers_that_the_script_does_not_use_are_advice() -> None:
+    loader = DataLoader(Undivided(), batch_size=2)
+    data = TrainingData(trainer(), TinyModule(), loader, None)
+    assert not data.uses_workers
+    report = check_feeds(data.open_feed, workers=data.workers, ranks=[1])
+    assert report.exit_code == 1
+    report = report.with_workers_as_advice()
+    report.raise_if_failed()
+    advice = [check for check in report.checks if check.status == "advice"]
+    assert {check.workers for check in advice} == {2}
+    assert advice[0].text.startswith("with workers, which the script does not use: ")
+    assert "epoch 0" in advice[0].text
+    used = DataLoader(Undivided(), batch_size=2, num_workers=2)
+    assert TrainingData(trainer(), TinyModule(), used, None).uses_workers
 
 
 def test_a_fit_without_a_training_loader() -> None:

@@ -174,6 +174,8 @@ def _verify_data(
                 limit=limit,
                 seed=fit.trainer.data_seed,
             )
+            if not data.uses_workers:
+                report = report.with_workers_as_advice()
             title = f"data: {data.describe()}"
     except TrainerKitError as error:
         _exit_unchecked(str(error))

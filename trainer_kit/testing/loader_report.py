@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import final
 
 from trainer_kit.core.display import plural
@@ -22,7 +22,7 @@ class LoaderCheck:
         workers: ``num_workers`` of the loader.
         ranks: number of data ranks.
         status: ``"ok"``, ``"fails"``, ``"refused"`` (an error says before the first step that the loader cannot do
-            this) or ``"not checked"``.
+            this), ``"advice"`` (it would fail in a layout that the script does not use) or ``"not checked"``.
         text: what was compared, the first difference, or the reason.
 
     Example:
@@ -77,6 +77,16 @@ class LoaderReport:
     def exit_code(self) -> int:
         """0 where `ok`, else 1."""
         return int(not self.ok)
+
+    def with_workers_as_advice(self) -> LoaderReport:
+        """Return a report in which a failure with workers is advice, for a script that uses none."""
+        checks = []
+        for check in self.checks:
+            if check.workers and check.status == "fails":
+                text = f"with workers, which the script does not use: {check.text}"
+                check = replace(check, status="advice", text=text)
+            checks.append(check)
+        return LoaderReport(checks)
 
     def raise_if_failed(self) -> None:
         """Raise if a check fails, or nothing was checked.

@@ -383,8 +383,7 @@ class _LayoutChecker:
         # With a limit the samples that are read depend on the number of ranks.
         if self.plan.limit is not None:
             batches = plural(self.plan.limit, "batch")
-            text = f"only the first {batches} of an epoch are read"
-            raise Outcome("not checked", text)
+            raise Outcome("not checked", f"limited to {batches} of an epoch")
         count = self.record.samples(0)
         total = plural(sum(count.values()), "sample")
         if not records:

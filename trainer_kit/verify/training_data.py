@@ -101,6 +101,12 @@ class TrainingData:
             return [0, max(numbers) or _WORKERS]
         return [max(numbers, default=0)]
 
+    @property
+    def uses_workers(self) -> bool:
+        """Whether a loader of the script has workers."""
+        loaders = _data_loaders(self._original(0, 1))
+        return any(loader.num_workers for loader in loaders)
+
     def open_feed(self, workers: int, rank: int, size: int, agree: _Agree) -> Feed:
         """Return the feed of a rank over a new copy of its loaders.
 
@@ -132,10 +138,16 @@ class TrainingData:
 
         Args:
             batches: the largest number of batches that a check reads of an epoch.
+
+        Raises:
+            ConfigurationError: the script trains on fewer than two batches of an epoch.
         """
-        trained = self._trainer.settings.train_limit()
+        settings = self._trainer.settings
+        trained = settings.train_limit()
         # The script's own limit cuts the epoch too; a fraction depends on the number of ranks.
         if isinstance(trained, int):
+            if trained < 2:
+                raise _no_position(trained, bool(settings.overfit))
             batches = min(batches, trained)
         feed = self._open_alone()
         with preserved_rng():
@@ -167,6 +179,17 @@ class TrainingData:
         # The script has made them in a process without a launcher.
         retarget_samplers(loaders, rank, size, size)
         return loaders
+
+
+def _no_position(batches: int, overfits: bool) -> ConfigurationError:
+    name = "limit_train_batches"
+    if overfits:
+        name = "overfit_batches"
+    return ConfigurationError(
+        "an epoch of fewer than two batches has no position at which it can be resumed",
+        found=f"{name}={batches}",
+        fix=f"check the data without {name}, or with at least 2",
+    )
 
 
 def _copy(loaders: Loaders) -> Loaders:
