@@ -348,7 +348,7 @@ def test_an_account_that_cannot_be_written_ends_no_run_and_says_so(programs, tmp
 
 def test_an_account_is_written_as_soon_as_that_is_possible(tmp_path):
     (tmp_path / "account.json").mkdir()
-    account = TimeAccount(Progress(), lambda: 0.0)
+    account = TimeAccount(Progress(), lambda: (0.0, 0.0, False))
     pulse = Pulse(tmp_path, account, time.time())
     assert isinstance(pulse.problem, IsADirectoryError)
     (tmp_path / "account.json").rmdir()
@@ -372,3 +372,69 @@ def test_a_journal_of_events_that_cannot_be_written_ends_no_run(programs, tmp_pa
     assert "could not be written: IsADirectoryError" in finished.stdout
     assert "open: []" in finished.stdout
     assert "threads: []" in finished.stdout
+
+
+OPEN = """
+import json, os, pathlib, signal, sys, time
+import torch
+import trainer_kit as tk
+from trainer_kit.loggers import JSONLLogger
+from trainer_kit.testing import TinyModule
+
+FAULT, AT = sys.argv[1], int(sys.argv[2])
+
+def die():
+    # The record of the last second has all of this but its end.
+    time.sleep(1.5)
+    record = pathlib.Path("run/account.json")
+    before = json.loads(record.read_text())["until"]
+    while json.loads(record.read_text())["until"] == before:
+        time.sleep(0.01)
+    if FAULT == "raise":
+        raise RuntimeError("lost")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+class Net(TinyModule):
+    def training_step(self, batch, batch_idx):
+        if FAULT != "data" and self.global_step == AT:
+            die()
+        return super().training_step(batch, batch_idx)
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 20
+    def __getitem__(self, index):
+        if FAULT == "data" and index == AT:
+            die()
+        return torch.zeros(32)
+
+trainer = tk.Trainer(
+    max_steps=5, accelerator="cpu", devices=1, logger=JSONLLogger("run", "", ""), enable_progress_bar=False,
+    enable_model_summary=False, enable_checkpointing=False,
+)
+trainer.fit(Net(), torch.utils.data.DataLoader(Data(), batch_size=2))
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "at", "part"),
+    [
+        ("kill", 0, "startup"),
+        ("kill", 3, "repeated"),
+        ("raise", 3, "repeated"),
+        ("data", 0, "data"),
+        ("data", 6, "data"),
+    ],
+)
+def test_a_step_that_is_never_completed_is_not_useful(
+    programs, tmp_path, fault, at, part
+):
+    script = tmp_path / "run.py"
+    script.write_text(OPEN)
+    assert programs.run(script, fault, str(at)).returncode != 0
+    seconds = read_account(tmp_path / "run").seconds
+    assert seconds[part] >= 1.5
+    completed = {"startup": 0, "repeated": 3, "data": at // 2}[part]
+    assert (seconds["useful"] > 0.0) == (completed > 0)
+    others = sum(seconds[name] for name in ("repeated", "data") if name != part)
+    assert seconds["useful"] + others < 1.5

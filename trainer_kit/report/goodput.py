@@ -8,6 +8,7 @@ from typing import Final, final
 
 from trainer_kit.core.display import plural
 from trainer_kit.core.types import JsonObject
+from trainer_kit.report.events import has_ended
 from trainer_kit.step.time_account import PARTS
 
 __all__ = ["Goodput", "account_of_run", "goodput_table"]
@@ -79,7 +80,7 @@ def account_of_run(
     for event in events:
         life.add_event(event)
     if pulse is not None:
-        life.add_account(pulse)
+        life.add_account(pulse, ended=has_ended(pulse.get("process")))
     if not life.starts:
         return None
     return Goodput(life.seconds, life.starts, life.begun, life.until, life.farthest)
@@ -109,7 +110,7 @@ class _Life:
         kind, stage = event["event"], event.get("stage")
         time = event.get("time")
         if kind == "account":
-            self.add_account(event)
+            self.add_account(event, ended=True)
         # The files may be edited.
         elif not isinstance(time, (int, float)):
             return
@@ -132,7 +133,7 @@ class _Life:
         self._pass_time("down", start)
         self._pass_time("evaluation", end)
 
-    def add_account(self, record: JsonObject) -> None:
+    def add_account(self, record: JsonObject, ended: bool) -> None:
         """Add what one process has measured, and the time since the last one."""
         start = record.get("process"), record.get("begun")
         # A process that was killed between its event and the removal of its file has left both.
@@ -150,6 +151,9 @@ class _Life:
         category, until = record["category"], record["until"]
         if self._hung_at is not None:
             category, until = "hang", max(self._hung_at, until)
+        elif ended and category == "useful":
+            # The process was killed in a step, which is trained again.
+            category = "repeated"
         self._pass_time(category, until)
 
     def _add_parts(self, seconds: Mapping[str, float], until: float) -> None:

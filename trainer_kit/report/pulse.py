@@ -43,8 +43,6 @@ class Pulse:
         self._account = account
         self._begun = begun
         self._process = this_process()
-        self._position: object = None
-        self._record: JsonObject = {}
         self._path = directory / PULSE
         self._file: BinaryIO | None = None
         self._problem: OSError | None = None
@@ -83,22 +81,17 @@ class Pulse:
             self._problem = error
 
     def _next_record(self) -> JsonObject:
-        seconds = self._account.seconds()
-        total = sum(seconds.values())
+        seconds, category = self._account.last_progress()
         # By the clock that measures the parts, so that they add up to it.
-        until = self._begun + total
-        position = self._account.position
-        if position != self._position:
-            self._position = position
-            self._record = {
-                "process": self._process,
-                "begun": self._begun,
-                "time": until,
-                "step": self._account.step,
-                "category": self._account.category,
-                "seconds": seconds,
-            }
-        return {**self._record, "until": until}
+        return {
+            "process": self._process,
+            "begun": self._begun,
+            "time": self._begun + sum(seconds.values()),
+            "until": self._begun + sum(self._account.seconds().values()),
+            "step": self._account.step,
+            "category": category,
+            "seconds": seconds,
+        }
 
     def _beat(self) -> None:
         while not self._stop.wait(_INTERVAL):

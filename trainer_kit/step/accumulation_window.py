@@ -21,6 +21,7 @@ from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.data import EMPTY, MISSING, Feed
+from trainer_kit.step.time_account import DataWait
 from trainer_kit.step.window import Window, WindowRunner
 
 __all__ = ["WindowLoader"]
@@ -60,7 +61,7 @@ class WindowLoader:
 
     Attributes:
         window: the one that was created last; before the first of an epoch, one without micro-batches.
-        data_seconds: how long steps have waited for their windows so far.
+        data_wait: how long steps have waited for their windows.
     """
 
     def __init__(
@@ -91,7 +92,8 @@ class WindowLoader:
         self.padding = padding
         self._left_out: set[int] = set()
         self.window = self._closed_window()
-        self.data_seconds = 0.0
+        # One tuple, so that another thread never reads parts of two.
+        self.data_wait: DataWait = (0.0, 0.0, False)
         self._measure: Callable[[float, float], None] | None = None
         # Micro-batches left in the run: a batch that is read beyond them and not used would be lost on a resume.
         self._budget: int | None = None
@@ -214,7 +216,9 @@ class WindowLoader:
     def _sized_windows(self, batches: _Items, start: int) -> Iterator[Window]:
         """One rank, weights by samples: no communication, and no factor for a window of one micro-batch."""
         runner = self.runner
+        waited = self.data_wait[0]
         wait_start = perf_counter()
+        self.data_wait = (waited, wait_start, True)
         for batch, size in batches:
             sizes = [size]
             if self._measure is not None:
@@ -241,14 +245,19 @@ class WindowLoader:
                 if self._asks_for_sizes and len(loaded) > 1:
                     self._ask_for_sizes()
             start += self.window.count
-            self.data_seconds += perf_counter() - wait_start
+            now = perf_counter()
+            self.data_wait = (waited + now - wait_start, now, False)
             yield self.window
+            waited = self.data_wait[0]
             wait_start = perf_counter()
+            self.data_wait = (waited, wait_start, True)
 
     def _weighed_windows(self, items: _Items, start: int) -> Iterator[Window]:
         """One rank, with the user's weights or with batches that were copied early."""
         while True:
+            waited = self.data_wait[0]
             wait_start = perf_counter()
+            self.data_wait = (waited, wait_start, True)
             loaded = list(islice(items, self.length))
             if not loaded:
                 return
@@ -263,7 +272,8 @@ class WindowLoader:
             if self._asks_for_sizes and len(batches) > 1:
                 self._ask_for_sizes()
             start += self.window.count
-            self.data_seconds += perf_counter() - wait_start
+            now = perf_counter()
+            self.data_wait = (waited + now - wait_start, now, False)
             yield self.window
 
     # -- several ranks -----------------------------------------------------------------------------------------
@@ -283,7 +293,9 @@ class WindowLoader:
         if self._by_samples and self.ahead is None:
             load = self._load_one
         while True:
+            waited = self.data_wait[0]
             wait_start = perf_counter()
+            self.data_wait = (waited, wait_start, True)
             window = load(list(islice(batches, self.length)), start)
             if window is None:
                 return
@@ -291,7 +303,8 @@ class WindowLoader:
             if self._asks_for_sizes:
                 self._ask_for_sizes()
             start += window.count
-            self.data_seconds += perf_counter() - wait_start
+            now = perf_counter()
+            self.data_wait = (waited + now - wait_start, now, False)
             yield window
 
     def _load_one(self, items: list[Any], start: int) -> Window | None:

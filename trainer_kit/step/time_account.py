@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Final, final
+from typing import Final, TypeAlias, final
 
 from trainer_kit.core.progress import Progress
 
-__all__ = ["PARTS", "TimeAccount"]
+__all__ = ["PARTS", "DataWait", "TimeAccount"]
 
 PARTS: Final = (
     "useful",
@@ -28,8 +28,10 @@ PARTS: Final = (
     "down",
 )
 """The parts of a run's life. A process measures all but ``hang`` and ``down``, which its records tell."""
+DataWait: TypeAlias = tuple[float, float, bool]
+"""Seconds that steps have waited for data up to a time of ``perf_counter``, that time, and whether one waits since."""
 _STEPS: Final = "steps"
-"""Training steps, which count as useful or repeated."""
+"""Training steps, which count as useful or repeated, and before the first one is completed as start-up."""
 _OVER: Final = "over"
 """Nothing: the fit is over."""
 _NEVER: Final = 2**62
@@ -45,6 +47,7 @@ class _Border:
         category: of what began here, of `PARTS` or steps.
         time: of ``perf_counter``, in seconds.
         step: completed steps.
+        first: whether no step of this process is completed.
         farthest: the most steps that the run has ever completed, also before a restart.
         data_seconds: the wait for data up to here.
         seconds: of each part up to here.
@@ -53,6 +56,7 @@ class _Border:
     category: str
     time: float
     step: int
+    first: bool
     farthest: int
     data_seconds: float
     seconds: Mapping[str, float]
@@ -66,25 +70,26 @@ class TimeAccount:
 
     Args:
         progress: of the fit.
-        data_seconds: returns how long its steps have waited for data so far.
+        data_wait: returns how long its steps have waited for data.
 
     Example:
-        >>> account = TimeAccount(Progress(), lambda: 0.0)
+        >>> account = TimeAccount(Progress(), lambda: (0.0, 0.0, False))
         >>> with account.during("evaluation"):
         ...     pass
         >>> sorted(name for name, seconds in account.seconds().items() if seconds)
         ['evaluation', 'startup']
     """
 
-    def __init__(self, progress: Progress, data_seconds: Callable[[], float]) -> None:
+    def __init__(self, progress: Progress, data_wait: Callable[[], DataWait]) -> None:
         self._progress = progress
-        self._data_seconds = data_seconds
+        self._data_wait = data_wait
         self._border = _Border(
             category="startup",
             time=perf_counter(),
             step=progress.step,
+            first=True,
             farthest=0,
-            data_seconds=data_seconds(),
+            data_seconds=data_wait()[0],
             seconds=dict.fromkeys(PARTS, 0.0),
         )
         # Of earlier starts of the run.
@@ -98,11 +103,16 @@ class TimeAccount:
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each of `PARTS` up to now."""
-        # Read once: a border that the other thread sets meanwhile must not be mixed with this one.
-        border = self._border
-        # The wait first: it is a part of the time that is read after it.
-        waited = self._data_seconds() - border.data_seconds
-        return _seconds_of(border, perf_counter() - border.time, waited)
+        border = self._progress_border()
+        return _seconds_of(border, perf_counter() - border.time, 0.0)
+
+    def last_progress(self) -> tuple[dict[str, float], str]:
+        """Seconds of each of `PARTS` up to the last progress, and the part that runs since then.
+
+        Progress is a border, and where steps wait for data or have it.
+        """
+        border = self._progress_border()
+        return dict(border.seconds), _kind(border)
 
     def seconds_of_run(self) -> dict[str, float]:
         """Seconds of each of `PARTS`, with those of earlier starts."""
@@ -110,16 +120,6 @@ class TimeAccount:
         for category, earlier_seconds in self._earlier_seconds.items():
             seconds[category] += earlier_seconds
         return seconds
-
-    @property
-    def category(self) -> str:
-        """The part that runs, of `PARTS`."""
-        return _kind(self._border)
-
-    @property
-    def position(self) -> tuple[int, float]:
-        """A value that changes with each step and each border."""
-        return self._progress.step, self._border.time
 
     @property
     def step(self) -> int:
@@ -147,11 +147,19 @@ class TimeAccount:
 
     def begin_training(self) -> None:
         """Steps run from here on."""
-        self._enter(_STEPS)
         self._first_step = self._progress.step
+        self._enter(_STEPS)
 
     def end_training(self) -> None:
         """No step runs any more."""
+        self._enter("startup")
+
+    def fail_training(self) -> None:
+        """No step runs any more, because of an error: the one that was open is trained again, so it is not useful."""
+        border = self._progress_border()
+        if _kind(border) == "useful":
+            border = replace(border, category="repeated")
+        self._border = border
         self._enter("startup")
 
     def stop(self) -> None:
@@ -185,7 +193,9 @@ class TimeAccount:
         if border.category == _OVER:
             return
         step = self._progress.step
-        data_seconds = self._data_seconds()
+        if step > border.step:
+            border = replace(border, first=False)
+        data_seconds, _, _ = self._data_wait()
         # One reading ends a part and begins the next, so that no time is lost between them.
         now = perf_counter()
         waited = data_seconds - border.data_seconds
@@ -193,9 +203,30 @@ class TimeAccount:
             category=category,
             time=now,
             step=step,
+            first=self._first_seconds is None and step <= self._first_step,
             farthest=max(border.farthest, step),
             data_seconds=data_seconds,
             seconds=_seconds_of(border, now - border.time, waited),
+        )
+
+    def _progress_border(self) -> _Border:
+        """The last border, or where steps began or ended to wait for data after it."""
+        # The wait first: one that is older than the border is left out, and none is mixed with an older border.
+        data_seconds, since, waits = self._data_wait()
+        border = self._border
+        if border.category != _STEPS or since <= border.time:
+            return border
+        waited = data_seconds - border.data_seconds
+        seconds = _seconds_of(border, since - border.time, waited)
+        category = _STEPS
+        if waits:
+            category = "data"
+        return replace(
+            border,
+            category=category,
+            time=since,
+            data_seconds=data_seconds,
+            seconds=seconds,
         )
 
     def _move_first_step(self) -> None:
@@ -234,6 +265,8 @@ def _kind(border: _Border) -> str:
         return "startup"
     if border.category != _STEPS:
         return border.category
+    if border.first:
+        return "startup"
     if border.step < border.farthest:
         return "repeated"
     return "useful"

@@ -173,7 +173,7 @@ def compose_fit(
         save_logs=trainer.files.deliveries.save,
         say=trainer.say,
         saver=Saver(trainer.options.async_save),
-        account=TimeAccount(trainer.progress, lambda: steps.windows.data_seconds),
+        account=TimeAccount(trainer.progress, lambda: steps.windows.data_wait),
         id=record_id,
         forward_backward=steps.captured
         or compose_forward_backward(

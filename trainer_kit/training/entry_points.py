@@ -399,7 +399,7 @@ class EntryPoint:
             check_saveable(trainer, run)
         # Requests of earlier hooks are looked at before the first step; from here on each one wakes the loop.
         run.requests.begin_loop(settler.wake)
-        self.teardown.failed.append(lambda error: run.account.end_training())
+        self.teardown.failed.append(lambda error: run.account.fail_training())
         # After `on_exception` of the callbacks, which may request a checkpoint.
         self.teardown.failed.append(self._save_after)
         in_eval = trainable_in_eval(self.module)
