@@ -32,6 +32,7 @@ from trainer_kit.checkpoint import (
     read_checkpoint,
     read_sharded,
     read_weights,
+    shard_plan,
     take_sharded_snapshot,
     verify_checkpoint,
     write_checkpoint,
@@ -647,6 +648,22 @@ def test_a_group_of_some_ranks_is_enough_and_tensors_keep_their_dtype(tmp_path):
         found,
         found,
     ]
+
+
+def test_a_state_is_described_once_however_many_parts_it_has(monkeypatch):
+    """Its tensors were listed once for each part, and again for each description."""
+    listed = []
+    name_of = shard_plan.dtype_name
+    monkeypatch.setattr(
+        shard_plan, "dtype_name", lambda dtype: listed.append(dtype) or name_of(dtype)
+    )
+    state = {f"part {part}": {"w": torch.ones(2)} for part in range(20)}
+    local = shard_plan.LocalState(state, None, first=True)
+    trees, tensors, boxes = local.describe({})
+    assert (len(trees), len(tensors), len(boxes)) == (20, 20, 20)
+    assert local.describe(local.digests)[:2] == ({}, [])
+    assert local.digests is local.digests
+    assert len(listed) == 20
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def test_a_group_of_one_returns_the_results_of_a_larger_group() -> None:
 def test_numbers_of_many_ranks_go_through_rank_zero(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(process_group, "_MANY_RANKS", 3)
+    monkeypatch.setattr(process_group, "MANY_RANKS", 3)
     monkeypatch.delattr(dist, "all_gather")
     group = ProcessGroup(CPU)
     expected = [[0.0, 0.5], [1.0, 0.5], [2.0, 0.5]]
@@ -59,6 +59,18 @@ def test_numbers_of_many_ranks_go_through_rank_zero(
     objects = ["a" * 1000**rank for rank in range(3)]
     gathered = group.gather_object(objects[group.rank])
     assert gathered == (objects if group.rank == 0 else None)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_rank_zero_of_a_simulated_world_gets_what_all_ranks_send(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Another rank got the values too, and went on as rank 0 does."""
+    monkeypatch.setattr(dist, "get_rank", lambda group: rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "fake")
+    expected = ["a", "a"] if rank == 0 else None
+    assert ProcessGroup(CPU).gather_object("a") == expected
 
 
 @pytest.mark.world_size(3)

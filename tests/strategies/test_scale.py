@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "docs" / "generate_scale.py"
+FEW = 16
 SIZES = (128, 256)
 # A process of its own: a process group stays with its process.
 COUNT = f"""
 import json, runpy, sys
 scale = runpy.run_path(sys.argv[1])
 counts = []
-for size in {SIZES}:
+for size in {(FEW, *SIZES)}:
     scenes = scale["count"](size)
     counts.append({{name: [vars(e) for e in scene] for name, scene in scenes.items()}})
 print(json.dumps(counts))
@@ -31,13 +32,28 @@ RINGS = {
 }
 
 
+_Scenes = dict[str, list[dict[str, Any]]]
+
+
 @pytest.fixture(scope="module")
-def scenes() -> list[dict[str, list[dict[str, Any]]]]:
+def all_scenes() -> list[_Scenes]:
     arguments = [sys.executable, "-c", COUNT, str(SCRIPT)]
     output = subprocess.run(arguments, check=True, capture_output=True, text=True)
-    counts: list[dict[str, list[dict[str, Any]]]]
-    counts = json.loads(output.stdout.splitlines()[-1])
+    counts: list[_Scenes] = json.loads(output.stdout.splitlines()[-1])
     return counts
+
+
+@pytest.fixture(scope="module")
+def scenes(all_scenes: list[_Scenes]) -> list[_Scenes]:
+    """Of many ranks."""
+    return all_scenes[1:]
+
+
+def test_few_ranks_exchange_seldom_for_a_sharded_checkpoint(all_scenes: Any) -> None:
+    """A save took 30 exchanges, and a read 25: each waits for the slowest rank."""
+    counts = all_scenes[0]
+    assert len(counts["a checkpoint that all ranks write, 100 tensors"]) == 20
+    assert len(counts["reading it"]) == 20
 
 
 def test_no_exchange_grows_with_the_square_of_the_ranks(scenes: Any) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer_kit.core.errors import CheckpointError, RankError
+from trainer_kit.core.protocols import MANY_RANKS
 
 __all__ = ["Collective"]
 
@@ -144,13 +145,21 @@ class Collective:
         if self.size == 1:
             return [value]
         message = _to_tensor(value)
-        # Receivers must allocate memory before a message arrives, so the lengths are sent first. Only rank 0 gets those
-        # of all ranks: sent from each rank to each other one, they would grow with the square of the ranks.
-        lengths = self._gather_tensors(torch.tensor([message.numel()]))
-        # The messages of all ranks must have one length to be gathered.
-        longest = self._broadcast_length(max(map(int, lengths), default=0))
+        # Receivers must allocate memory before a message arrives, and the messages of all ranks must have one length to
+        # be gathered: so the lengths are sent first.
+        longest = self._longest(message.numel())
         messages = self._gather_tensors(_padded(message, longest))
         return list(map(_from_tensor, messages))
+
+    def _longest(self, length: int) -> int:
+        """The greatest of the lengths of all ranks, on every rank."""
+        tensor = torch.tensor([length])
+        if self.size < MANY_RANKS:
+            lengths = [torch.empty_like(tensor) for _ in range(self.size)]
+            dist.all_gather(lengths, tensor, group=self._group)
+            return max(map(int, lengths))
+        lengths = self._gather_tensors(tensor)
+        return self._broadcast_length(max(map(int, lengths), default=0))
 
     def _gather_tensors(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks on the first rank; on the others nothing."""

@@ -6,9 +6,9 @@ import hashlib
 import json
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -95,6 +95,7 @@ class LocalState:
             self.info = encode_info(info)
         self._tensors: dict[str, Tensor] = {}
         self._names: dict[str, _TensorName] = {}
+        self._entries: dict[str, _Entries] = {}
         for part_name, value in state.items():
             if not isinstance(part_name, str):
                 raise CheckpointError(
@@ -107,28 +108,34 @@ class LocalState:
         self._planner = _save_planner(self._tensors, first)
         # A rank may hold no elements of a tensor; its empty item would lie outside of the tensor.
         self._items = []
+        self._boxes: _Entries = []
         for item in self._planner.create_local_plan().items:
-            _, sizes = _box(item)
+            offsets, sizes = _box(item)
             if math.prod(sizes):
                 self._items.append(item)
+                self._boxes.append([*self._names[item.index.fqn], offsets, sizes])
 
     def _encode(self, part_name: str, value: object) -> None:
         """Encode a part and number its tensors, as torch's planner takes one flat dict."""
         tensors: _Tensors = {}
         self.trees[part_name] = encode(value, tensors, at=part_name, sharded=True)
+        entries: _Entries = []
         for name, tensor in tensors.items():
             _refuse_partial(f"{part_name}.{name}", tensor)
             # A number: parts may have equal names, with any characters.
             key = str(len(self._tensors))
             self._tensors[key] = tensor
             self._names[key] = (part_name, name)
+            shape = list(tensor.shape)
+            entries.append([part_name, name, shape, dtype_name(tensor.dtype)])
+        self._entries[part_name] = entries
 
+    @cached_property
     def digests(self) -> dict[str, str]:
         """A number for the tree and the tensors of each part."""
         digests = {}
         for part_name, tree in self.trees.items():
-            tensors = self._describe_tensors({part_name})
-            text = json.dumps([tree, tensors])
+            text = json.dumps([tree, self._entries[part_name]])
             digest = hashlib.blake2b(text.encode(), digest_size=16)
             digests[part_name] = digest.hexdigest()
         return digests
@@ -141,24 +148,12 @@ class LocalState:
                 rank has them, and would get as many copies as there are ranks.
         """
         trees = {}
-        for part_name, digest in self.digests().items():
+        tensors: _Entries = []
+        for part_name, digest in self.digests.items():
             if digest != first_digests.get(part_name):
                 trees[part_name] = self.trees[part_name]
-        boxes = []
-        for item in self._items:
-            name = self._names[item.index.fqn]
-            boxes.append([*name, *_box(item)])
-        return trees, self._describe_tensors(trees), boxes
-
-    def _describe_tensors(self, parts: Collection[str]) -> _Entries:
-        """Part, name, shape and dtype of each tensor of these parts."""
-        tensors = []
-        for key, tensor in self._tensors.items():
-            part_name, name = self._names[key]
-            if part_name in parts:
-                shape = list(tensor.shape)
-                tensors.append([part_name, name, shape, dtype_name(tensor.dtype)])
-        return tensors
+                tensors += self._entries[part_name]
+        return trees, tensors, self._boxes
 
     def read_chunks(
         self,

@@ -170,7 +170,15 @@ def take_sharded_snapshot(
         RankError: on every rank, if any other error occurs on a rank.
     """
     ranks = Collective(group)
-    local = ranks.each(lambda: LocalState(state, info, first=ranks.rank == 0))
+    local_states: list[LocalState] = []
+
+    def encode_state() -> dict[str, str]:
+        local_states.append(LocalState(state, info, first=ranks.rank == 0))
+        return local_states[0].digests
+
+    # Almost all ranks have the trees and tensors of the first one: they send their boxes.
+    first_digests = ranks.reduce(encode_state, lambda digests: digests[0])
+    local = local_states[0]
     # Filled on the first rank alone: the other ranks need what they write, not the whole layout.
     plans: list[WritePlan] = []
 
@@ -179,8 +187,6 @@ def take_sharded_snapshot(
         plans.append(WritePlan(descriptions))
         return [[indices, plans[0].parts] for indices in plans[0].written]
 
-    # Almost all ranks have the trees and tensors of the first one: they send their boxes.
-    first_digests = ranks.reduce(local.digests, lambda digests: digests[0])
     written, parts = ranks.divide(lambda: local.describe(first_digests), plan)
     names = file_names(parts, ranks.rank, ranks.size)
     shards = ranks.each(lambda: local.read_chunks(written, names, copy))

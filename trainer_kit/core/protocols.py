@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    runtime_checkable,
+)
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -30,6 +38,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = [
+    "MANY_RANKS",
     "ActsAtIntervals",
     "AdaptsCallback",
     "CallbackLike",
@@ -130,6 +139,14 @@ class MicroSteps(Protocol):
 
     def start_gradients(self) -> None:
         """Clear the gradients of the previous window, for strategies that run backward themselves."""
+
+
+MANY_RANKS: Final = 64
+"""From this size of a group on, rank 0 collects the numbers of all ranks and sends them down a tree.
+
+gloo gathers around a ring, whose messages grow with the square of the ranks, and whose time with their number. On few
+ranks the ring is one exchange instead of two.
+"""
 
 
 class Group(Protocol):

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from trainer_kit.core.devices import make_current
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, StrategyError
-from trainer_kit.core.protocols import Group
+from trainer_kit.core.protocols import MANY_RANKS, Group
 from trainer_kit.launch.startup_timeout import (
     meet_without_agent,
     named_while_connecting,
@@ -54,12 +54,6 @@ __all__ = [
 
 _STORAGE_TIMEOUT: Final = timedelta(days=1)
 """How long ranks wait for the slowest storage; training waits only where it needs the next checkpoint."""
-_MANY_RANKS: Final = 64
-"""From this size on rank 0 collects the numbers of all ranks and sends them down a tree.
-
-gloo gathers around a ring, whose messages grow with the square of the ranks, and whose time with their number. On few
-ranks the ring is one exchange instead of two.
-"""
 _WORLD_CACHE: dict[Hashable, Any] = {}
 """The results of `once_per_world`, by key."""
 _WORLD: Final = "world"
@@ -255,7 +249,7 @@ class ProcessGroup:
     def gather_object(self, value: object) -> list[Any] | None:
         """One picklable value from every rank, in rank order, on the first; None on the others."""
         if self._is_fake:
-            return [value] * self.size
+            return [value] * self.size if self.rank == 0 else None
         # torch's gather_object sends the lengths from each rank to each other one.
         message = _pickled(value)
         rows = self.agree([len(message)])
@@ -297,7 +291,7 @@ class ProcessGroup:
         table = torch.empty(self.size, len(values), dtype=torch.float64)
         # Views: what arrives is written into the table.
         rows = list(table)
-        if self.size < _MANY_RANKS:
+        if self.size < MANY_RANKS:
             dist.all_gather(rows, row, group=self._cpu)
         else:
             dist.gather(
