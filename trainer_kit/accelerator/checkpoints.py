@@ -146,6 +146,8 @@ class Checkpoints:
     def _collect(self, weights: Mapping[int, SavedState], version: str) -> State:
         """Collect a state; collective call. The result is equal on all processes, except for each process's buffers.
 
+        Only on the main process does it have ``rng``, ``data_ranks``, ``loaders`` and ``buffers``, of all processes.
+
         Args:
             weights: the weights to save, by the index of their model.
             version: the directory of the run's logs below that of its project.

@@ -157,9 +157,11 @@ class Collective:
         if self.size < MANY_RANKS:
             lengths = [torch.empty_like(tensor) for _ in range(self.size)]
             dist.all_gather(lengths, tensor, group=self._group)
-            return max(map(int, lengths))
+            return int(max(lengths))
         lengths = self._gather_tensors(tensor)
-        return self._broadcast_length(max(map(int, lengths), default=0))
+        # Only rank 0 has them.
+        longest = int(max(lengths, default=0))
+        return self._broadcast_length(longest)
 
     def _gather_tensors(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks on the first rank; on the others nothing."""

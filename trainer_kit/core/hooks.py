@@ -687,6 +687,7 @@ class Callback:
         """Before the state is written; the hook may add keys.
 
         Called also for a state that stays in memory (with ``NaNGuard``): files belong in ``on_checkpoint_committed``.
+        Of a state that is written, only rank 0 has ``rng``, ``data_ranks``, ``loaders``, ``metrics`` and ``buffers``.
 
         Args:
             trainer: the Trainer that runs the entry point.
@@ -956,6 +957,7 @@ class ModuleHooks:
         """Before the state is written; the hook may add keys.
 
         Called also for a state that stays in memory (with ``NaNGuard``): files belong in ``on_checkpoint_committed``.
+        Of a state that is written, only rank 0 has ``rng``, ``data_ranks``, ``loaders``, ``metrics`` and ``buffers``.
 
         Args:
             checkpoint: the state by key, to change in place; added values are plain data or tensors.

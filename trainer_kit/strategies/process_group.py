@@ -249,7 +249,9 @@ class ProcessGroup:
     def gather_object(self, value: object) -> list[Any] | None:
         """One picklable value from every rank, in rank order, on the first; None on the others."""
         if self._is_fake:
-            return [value] * self.size if self.rank == 0 else None
+            if self.rank != 0:
+                return None
+            return [value] * self.size
         # torch's gather_object sends the lengths from each rank to each other one.
         message = _pickled(value)
         rows = self.agree([len(message)])
