@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.types import Function
-from trainer_kit.strategies.torch_private import parts_of_step
+from trainer_kit.strategies.torch_private import GATHERING_METHOD, parts_of_step
 from trainer_kit.strategies.update_kernels import (
     FUSED_KERNELS,
     LIST_KERNELS,
@@ -51,7 +51,7 @@ _STORAGE_ADDRESS: Final = torch.UntypedStorage.data_ptr
 
 _PLAIN_TYPES: Final = frozenset({Tensor, nn.Parameter})
 _NUMBER_TYPES: Final = frozenset({float, int})
-_OVERRIDES: Final = frozenset({"grad_scale", "found_inf", "_init_group"})
+_OVERRIDES: Final = frozenset({"grad_scale", "found_inf", GATHERING_METHOD})
 """Attributes of an optimizer that change what torch's own step does."""
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CONCATENATION",
+    "GATHERING_METHOD",
     "STEP_POST_HOOKS",
     "STEP_PRE_HOOKS",
     "AsyncCollectiveTensor",
@@ -357,6 +358,8 @@ set_grad_mode: Final[Callable[[bool], object]] = find_private(
 )
 
 
+# Finds the tensors of one group in the step of torch's own optimizers. Without it every step is torch's own.
+GATHERING_METHOD: Final = "_init_group"
 _STEP_MODULES: Final = ("torch.optim.sgd", "torch.optim.adam")
 
 
@@ -398,7 +401,7 @@ def parts_of_step(kind: type[Optimizer]) -> tuple[object, ...]:
     if not isinstance(step, FunctionType):
         return ()
     module = step.__globals__["__name__"]
-    gather = getattr(kind, "_init_group", None)
+    gather = getattr(kind, GATHERING_METHOD, None)
     # `torch.optim.adam` has `adam`.
     functional = step.__globals__.get(module.rpartition(".")[-1])
     if module not in _STEP_MODULES or gather is None or functional is None:
