@@ -245,6 +245,7 @@ COMMANDS = {
         "doctor",
         "env",
         "estimate-memory",
+        "evaluate",
         "explain",
         "launch",
         "merge-weights",

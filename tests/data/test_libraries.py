@@ -168,7 +168,7 @@ LOADERS: dict[str, MakeLoader] = {
 
 def verdicts() -> dict[str, list[str]]:
     """The columns of the guide's table: without workers, with 2 of them, and another number of ranks."""
-    table = GUIDE.read_text().partition("## Loaders of other libraries")[2]
+    table = GUIDE.read_text().partition("## Data loaders of other libraries")[2]
     rows = {}
     for line in table.splitlines():
         if line.startswith("| "):

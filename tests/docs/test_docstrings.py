@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import lightning_utilities.core.imports as lightning_imports
 import pytest
 
 import trainer_kit
@@ -41,6 +42,10 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", "")).startswith(str(STAND_INS)):
             del sys.modules[name]
+    # It remembers which packages are there.
+    for function in vars(lightning_imports).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
 
 
 @pytest.mark.usefixtures("stand_ins")

@@ -47,7 +47,9 @@ UNTESTED = {
 
 
 def table() -> dict[str, list[str]]:
-    page = PAGE.read_text(encoding="utf-8").split("## What runs where")[1]
+    page = PAGE.read_text(encoding="utf-8").split(
+        "## Support matrix: precisions and strategies"
+    )[1]
     rows = re.findall(r"^\| `([^`]+)` \|(.*)\|$", page, re.M)
     return {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows}
 

@@ -54,7 +54,7 @@ FAULTS = {
     "averaged twice": (AveragedTwice, {}, ("loss", "")),
 }
 HINTS = {
-    "no all-reduce": "not exchanged",
+    "no all-reduce": "not synchronized",
     "wrong factor": "3 micro-batches of accumulation",
     "averaged twice": "averaged over the 2 ranks twice",
 }

@@ -76,7 +76,7 @@ def test_gradients_that_are_not_exchanged_beside_them():
         verified.SyncedResNet(), strategy=verified.NoExchange(), max_epochs=30, steps=2
     ).first
     assert (first.kind, first.step) == ("gradients", 0)
-    assert "not exchanged" in first.hint
+    assert "not synchronized" in first.hint
 
 
 def test_manual_optimization_with_them_is_refused():

@@ -66,7 +66,7 @@ def test_an_eps_changed_in_one_layer():
 def test_gradients_that_are_not_exchanged():
     first = verify(verified.Classifier(), strategy=verified.NoExchange()).first
     assert (first.kind, first.step, first.where) == ("gradients", 0, "net.0.weight")
-    assert "not exchanged" in first.hint
+    assert "not synchronized" in first.hint
 
 
 def test_a_wrong_accumulation_factor():
@@ -205,7 +205,7 @@ def test_gradients_that_are_not_exchanged_beside_batch_norms():
         verified.SmallResNet(), strategy=verified.NoExchange(), max_epochs=30, steps=2
     ).first
     assert (first.kind, first.step, first.where) == ("gradients", 0, "net.1.weight")
-    assert "not exchanged" in first.hint
+    assert "not synchronized" in first.hint
 
 
 def test_an_output_that_depends_on_the_other_samples():
