@@ -442,6 +442,14 @@ def test_only_small_parameters_are_updated_all_at_once(
     assert steps_as_torch(monkeypatch, large)
 
 
+def test_small_parameters_are_updated_all_at_once_after_something_was_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The compiler wraps a method of torch's optimizers, in the whole process, when it is first used."""
+    torch.compile(nn.Linear(2, 2), backend="eager")(torch.ones(2, 2))
+    assert not steps_as_torch(monkeypatch, [nn.Parameter(torch.ones(3))])
+
+
 def test_a_maximum_is_kept_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps_as_torch(monkeypatch, [nn.Parameter(torch.ones(3))], amsgrad=True)
 

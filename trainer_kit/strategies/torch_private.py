@@ -361,6 +361,8 @@ set_grad_mode: Final[Callable[[bool], object]] = find_private(
 # Finds the tensors of one group in the step of torch's own optimizers. Without it every step is torch's own.
 GATHERING_METHOD: Final = "_init_group"
 _STEP_MODULES: Final = ("torch.optim.sgd", "torch.optim.adam")
+# The attribute with the function below a wrapper that keeps the compiler out. Without it steps are torch's own.
+_BELOW_COMPILER: Final = "_torchdynamo_orig_callable"
 
 
 def step_below_hooks(step: FunctionType) -> FunctionType | None:
@@ -402,6 +404,8 @@ def parts_of_step(kind: type[Optimizer]) -> tuple[object, ...]:
         return ()
     module = step.__globals__["__name__"]
     gather = getattr(kind, GATHERING_METHOD, None)
+    # From the first `torch.compile` on it is a wrapper that keeps the compiler out.
+    gather = getattr(gather, _BELOW_COMPILER, gather)
     # `torch.optim.adam` has `adam`.
     functional = step.__globals__.get(module.rpartition(".")[-1])
     if module not in _STEP_MODULES or gather is None or functional is None:
